@@ -80,7 +80,7 @@ def evaluate(config: Config) -> None:
 
     Raises `UserError` for a model, data or places that cannot be used.
     """
-    world = distributed.start(checked(config).device)
+    world = distributed.init(checked(config).device)
     log = print if world.is_main else lambda line: None
     trained, precision, decoder = load_for_decoding(config, config.average, world, log)
     scored = world.on_main(lambda: choose_rows(config, trained))

@@ -4,6 +4,7 @@ trained = load_trained("runs/NAME")    # its best checkpoint, with both tokenize
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 from data import Prepared
 from decoding import Decoder
 from engine import checkpoint
+from engine.cache import new_folder
 from engine.distributed import World
 from engine.errors import UserError
 from engine.files import atomic_write, names_place
@@ -58,7 +60,7 @@ def load_chosen(chosen: Path, average: int = 1) -> Trained:
     check_tokenizer(run, "target", target_tokenizer, sizes.target_vocab)
 
     if average > 1:
-        members = checkpoint.last_intact(chosen, average)
+        members = checkpoint.last_intact(chosen, average, config["keep"])
         weights = mean_of(members)
         name = f"mean of {', '.join(member.name for member in members)} of {run}"
     else:
@@ -104,15 +106,10 @@ def choose_checkpoint(path: str = "", average: int = 1, log: Callable = print) -
     if not path:
         path = newest_run()
         log(f"no --ckpt given, using the newest run: {path}")
-    path = find_run(path)
-    chosen = checkpoint.resolve(path)
-    if average > 1:
-        if not chosen.is_dir():
-            raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
-        # The mean of a run ends with its newest checkpoint, not with its best one.
-        is_run = path.resolve() != chosen
-        if is_run:
-            chosen = checkpoint.latest(chosen.parent).resolve()
+    # The mean of a run ends with its newest checkpoint, not with its best one.
+    chosen = checkpoint.resolve(find_run(path), newest=average > 1)
+    if average > 1 and not chosen.is_dir():
+        raise UserError(f"--average needs a run or a checkpoint folder, not the file {chosen}")
     return chosen
 
 
@@ -151,7 +148,7 @@ def load_settings(run: Path) -> tuple[dict, ModelConfig]:
     try:
         config = json.loads((run / "config.json").read_text(encoding="utf-8"))
         sizes = ModelConfig(**json.loads((run / "model.json").read_text(encoding="utf-8")))
-        for name in ("data", "source", "target"):
+        for name in ("data", "source", "target", "keep"):
             config[name]  # KeyError if it is missing
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
@@ -190,12 +187,25 @@ def mean_of(members: list[Path]) -> dict[str, Tensor]:
     return {name: (total / len(members)).to(first[name].dtype) for name, total in sums.items()}
 
 
-def save_description(run: Path, sizes: ModelConfig, prepared: Prepared) -> None:
-    """Save what `load_trained` needs beside weights and config.json, and what report.py shows."""
-    sizes_as_json = json.dumps(asdict(sizes), indent=2)
-    described = json.dumps(prepared.describe(), ensure_ascii=False)
+def save_description(
+    run: Path, sizes: ModelConfig, prepared: Prepared, is_new: bool = True
+) -> None:
+    """Save what `load_trained` needs beside weights and config.json, and what report.py shows.
+
+    Of a run that is not new only what is missing: a full disk must not take what it has.
+    """
+    files = {
+        "model.json": json.dumps(asdict(sizes), indent=2),
+        "data.json": json.dumps(prepared.describe(), ensure_ascii=False),
+    }
+    tokenizers = run / "tokenizer"
     with names_place(run):
-        prepared.source_tokenizer.save_pretrained(run / "tokenizer" / "source")
-        prepared.target_tokenizer.save_pretrained(run / "tokenizer" / "target")
-        atomic_write(run / "model.json", sizes_as_json + "\n")
-        atomic_write(run / "data.json", described + "\n")
+        if is_new:  # the folder that --run names may hold something of that name
+            shutil.rmtree(tokenizers, ignore_errors=True)
+        if not tokenizers.exists():
+            with new_folder(tokenizers) as folder:
+                prepared.source_tokenizer.save_pretrained(folder / "source")
+                prepared.target_tokenizer.save_pretrained(folder / "target")
+        for name, text in files.items():
+            if is_new or not (run / name).exists():
+                atomic_write(run / name, text + "\n")

@@ -7,11 +7,18 @@ torchrun --nproc_per_node 2 train.py                # data parallel (DDP); with 
 python train.py --resume runs/NAME                  # continue exactly where it stopped
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from engine.config import fill_in, flag, parse_flags
+from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
+from engine.optimizer import OPTIMIZERS
+from engine.schedule import SCHEDULES
+
+BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+# "0.002 (muon), 0.001 (adamw)"
+DEFAULT_RATES = ", ".join(f"{each.lr:g} ({name})" for name, each in OPTIMIZERS.items())
 
 
 @dataclass
@@ -73,15 +80,18 @@ class Config:
         0, "micro-batches per step; 0: as few as fit in GPU memory", "Training", min=0
     )
     optimizer: str = flag(
-        "muon", "Muon with AdamW, or AdamW alone (muon|adamw)", "Training", fixed=True
+        "muon", f"optimizer of the weights ({'|'.join(OPTIMIZERS)})", "Training", fixed=True
     )
     lr: float = flag(
         0.0,
-        "peak learning rate; 0: 0.002 (adamw: 0.001), less if wider",
+        f"peak learning rate; 0: {DEFAULT_RATES}, less if wider",
         "Training",
         min=0,
         below=10,
         fixed=True,
+    )
+    schedule: str = flag(
+        "wsd", f"shape of the learning rate ({'|'.join(SCHEDULES)})", "Training", fixed=True
     )
     warmup: int = flag(
         1000, "warm-up steps, at most a tenth of the run", "Training", min=1, fixed=True
@@ -92,7 +102,7 @@ class Config:
     run: str = flag("", "name of the run (runs/NAME); default: the time", "Run", fixed=True)
     resume: str = flag("", "run to continue", "Run")
     eval_every: int = flag(
-        0, "steps between validations; 0: once per epoch, at least 250", "Run", min=0
+        0, "steps between validations; 0: once per epoch, at least 6 per run", "Run", min=0
     )
     log_every: int = flag(20, "steps between log lines", "Run", min=1)
     save_minutes: float = flag(10.0, "longest time between checkpoints, in minutes", "Run", above=0)
@@ -113,6 +123,8 @@ class Config:
                 )
         if self.source == self.target:
             raise UserError(f"--source and --target are both {self.source!r}; choose two languages")
+        if self.schedule not in SCHEDULES:
+            raise UserError(f"--schedule {self.schedule} is unknown; choose {', '.join(SCHEDULES)}")
 
 
 # Before the heavy imports, so that --help and a wrong flag answer at once.
@@ -126,6 +138,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 
 import fast
 from data import (
@@ -138,14 +151,17 @@ from data import (
     load_prepared,
 )
 from engine import distributed, schedule
+from engine.config import beside, given_names
+from engine.distributed import World
 from engine.meters import Meter, measured_peak_flops, peak_memory_gib, perplexity
-from engine.micro_batches import micro_batches_that_fit
 from engine.optimizer import make_optimizer
-from engine.precision import choose_precision
-from engine.run import INTERRUPTED, Run, saved_settings
+from engine.precision import Precision, choose_precision
+from engine.run import INTERRUPTED, Run, saved_settings, with_values
 from engine.telemetry import progress_bar
 from loading import save_description
-from model import PRESETS, SummedLoss, Translator, sizes_of, training_flops
+from micro_batches import micro_batches_that_fit
+from model import PRESETS, ModelConfig, SummedLoss, Translator, sizes_of, training_flops
+from text.reading import sample_notice
 from validation import Validation
 
 
@@ -155,154 +171,162 @@ class State:
 
     data_key: str  # names the token ids that the run is trained on
     step: int = 0
-    minutes: float = 0.0  # of training, over all sessions
+    minutes: float = 0.0  # of training, over all sessions; validating and saving included
     last_validation: int = 0  # the step of the last validation
+    last_validation_minutes: float = 0.0  # `minutes` when it began
     best_loss: float | None = None  # the lowest validation loss, in nats per token
     best_bleu: float | None = None  # of the same validation, on rank 0
     bad_validations: int = 0  # validations since then
 
+    def take(self, loss: float, bleu: float | None) -> bool:
+        """Note the result of a validation; returns whether its loss is the best so far."""
+        # Comparisons with NaN are False: as the best loss, it could never be improved on.
+        improved = math.isfinite(loss) and (self.best_loss is None or loss < self.best_loss)
+        self.bad_validations += 1
+        if improved:
+            self.best_loss = loss
+            self.best_bleu = bleu
+            self.bad_validations = 0
+        return improved
+
 
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint. Returns its folder."""
-    config = saved_settings(config)
-    apply_preset(config)
+    config = with_preset(saved_settings(config))
     sizes_of(config, 1, 1)  # sizes that do not fit together are an error now, not after tokenising
-    world = distributed.start(config.device)  # this process among those of torchrun
-    kind = f"{config.source}-{config.target}"
-    with Run(config, kind, world) as run:  # a new folder, or the one to resume
-        config, log = run.config, run.log
+    world = distributed.init(config.device)  # this process among those of torchrun
+    languages = f"{config.source}-{config.target}"
+    with Run(config, "translation", world, languages) as run:  # a new folder, or the one to resume
+        log = run.log
+        # The format of matrix products. The weights stay fp32: an update of a thousandth of a
+        # weight would be rounded away in bf16, which has 8 bits.
         precision = choose_precision(world.device, config.precision, training=True, world=world)
         log(precision.describe())
 
-        # -------- data
-        prepared = load_data(config, run)
-        state = State(data_key=prepared.folder.name)
+        # -------- data, and a value for every automatic setting; nothing changes them afterwards
+        prepared, config = load_data(config, run)
+        sizes = sizes_of(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
+        config = resolve(config, sizes, prepared, precision, world)
 
         # -------- model, loss, optimizer
-        sizes = sizes_of(config, len(prepared.source_tokenizer), len(prepared.target_tokenizer))
+        # Every rank draws the same weights from the same seed, so none has to be sent.
         torch.manual_seed(config.seed)
         fast.keep_tensors_together(world.device)  # on a CPU: less memory, less time
         model = Translator(sizes).to(world.device)
         if config.shard:
             world.shard(model, log)
-        if config.fast and not config.compile:
-            # On a CPU, PyTorch's encoder and decoder compute the same in less time.
-            fast.use_kernels(model, precision.dtype, log)
-        loss_of = SummedLoss(model, config.label_smoothing, sliced=config.fast)
-        if not config.lr:
-            config.lr = default_learning_rate(config)
+        loss_of = make_loss(model, config, precision, log)
         weights = list(model.parameters())
+        # Muon is for the matrices of the hidden layers: those of model.transformer.
         optimizer = make_optimizer(
-            config.optimizer,
-            model,
-            hidden_layers=model.transformer,
-            lr=config.lr,
-            dtype=precision.dtype,
+            config.optimizer, model, model.transformer, config.lr, precision.dtype
         )
 
         # -------- a resumed run continues with its weights, its moments and its step
+        state = State(data_key=prepared.folder.name)
+        saved_step = -1  # of the last checkpoint
         if saved := run.restore(model, optimizer, precision):
             state = State(**saved)
+            saved_step = state.step
 
         # -------- the batches of each step
-        if not config.tokens_per_batch:
-            config.tokens_per_batch = default_tokens_per_batch(prepared, world.device)
-        collate = collate_for(prepared)
-        sampler = sampler_for(config, prepared, world)
-        if not config.accumulate:  # saved in config.json: a resumed run keeps what is found here
-            config.accumulate = micro_batches_that_fit(
-                loss_of, precision, prepared.train, sampler.heaviest_steps(), collate, world
-            )
-            sampler = sampler_for(config, prepared, world)
+        sampler = BucketSampler(
+            prepared.train.lengths,
+            config.tokens_per_batch,
+            seed=config.seed,
+            rank=world.rank,
+            world_size=world.size,
+            accumulate=config.accumulate,
+        )
         sampler.step = state.step  # the place in the data: batches depend on the step alone
-        target_tokens = sampler.target_tokens(state.step)  # of each step, on all ranks
-        batches = batches_of(prepared.train, sampler, collate, config.workers, world.device)
+        # A pair of long sentences weighs more than one of short ones, so a loss is a mean over
+        # tokens; all ranks must divide by the same number, the tokens of the whole step.
+        target_tokens = sampler.target_tokens(state.step)
+        batches = batches_of(
+            prepared.train, sampler, collate_for(prepared), config.workers, world.device
+        )
         run.at_end.callback(batches.close)  # ends the DataLoader's processes
 
         # -------- the length of the run
         steps_per_epoch = sampler.steps_per_epoch
         total_steps = config.max_steps or config.epochs * steps_per_epoch
+        progress_at = partial(
+            schedule.progress, total_steps=total_steps, max_minutes=config.max_minutes
+        )
+        # Adam's and Muon's running means know nothing in the first steps: a small rate first.
         warmup = schedule.warmup_steps(config.warmup, total_steps)
-        eval_every = config.eval_every or max(250, steps_per_epoch)
-        on_each = f" on each of {world.size} processes" if world.size > 1 else ""
         log(str(model))
         log(f"model: {sum(weight.numel() for weight in weights):,} parameters")
-        log(
-            f"steps: {config.tokens_per_batch:,} tokens each "
-            f"in {config.accumulate} micro-batch(es){on_each}, "
-            f"{steps_per_epoch:,} steps per epoch, {warmup:,} steps of warm-up, "
-            f"{total_steps:,} steps in total"
-            + (f" or {config.max_minutes:g} minutes" if config.max_minutes else "")
-        )
+        log(describe_steps(config, world, steps_per_epoch, total_steps, warmup))
 
         # -------- what would fail after an hour fails now; then the folder becomes a run
+        tokens_per_micro_batch = config.tokens_per_batch // sampler.micro_batches
         validation = Validation(
-            model,
-            prepared,
-            run,
-            precision,
-            config.tokens_per_batch // sampler.micro_batches,
-            fast=config.fast,
+            model, prepared, run, precision, tokens_per_micro_batch, fast=config.fast
         )
+        run.record_start(config, precision)
         if world.is_main:
-            save_description(run.folder, sizes, prepared)
-        run.begin(precision)
+            save_description(run.folder, sizes, prepared, is_new=not config.resume)
 
         # -------- the loop
         if config.compile:
+            # Batches have many shapes; without `dynamic` each would be compiled anew.
             loss_of = torch.compile(loss_of, dynamic=True)
         parallel_loss = world.data_parallel(loss_of)
         peak_flops = measured_peak_flops(world.device, precision.dtype)
         meter = Meter(config.log_every, peak_flops, partial(training_flops, sizes))
-        bar = progress_bar(total=total_steps, initial=state.step, desc=run.folder.name)
-        losses = []  # of the steps since the last log line
+        # In percent: what ends the run may be steps or minutes.
+        bar = progress_bar(total=100, desc=run.folder.name, bar_format=BAR)
+        losses: list[Tensor] = []  # of the steps since the last log line
         saved_minutes = state.minutes
-        begun = time.perf_counter() - 60 * state.minutes
-        model.train()
+        session_began = time.perf_counter() - 60 * state.minutes
+        model.train()  # dropout on
         while True:
-            # Between two steps: how far is the run? Is it time to validate, save or stop?
-            # All ranks use the latest clock, and all stop if one of them got a signal. Otherwise
+            # Between two steps: how far is the run? Is it time to log, validate, save or stop?
+            # All ranks take the latest clock, and all stop if one of them got a signal. Otherwise
             # one would leave the loop while the others wait for it.
-            minutes = (time.perf_counter() - begun) / 60
-            interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
-            progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
-            at_validation_step = progress >= 1 or state.step % eval_every == 0
-            # Once only: a resumed run may begin at a step that was validated.
-            validation_due = at_validation_step and state.step > state.last_validation
+            interrupted = run.stop_asked()
+            state.minutes = world.maximum(minutes_since(session_began))[0]
+            progress = progress_at(state.step, minutes=state.minutes)
+            bar.update(100 * min(1.0, progress) - bar.n)
+
+            before = progress_at(state.last_validation, minutes=state.last_validation_minutes)
+            is_validation_step = schedule.is_validation_step(
+                state.step, progress, before, config.eval_every, steps_per_epoch
+            )
+            # Once only: a resumed run may begin at a step that was validated. Not where a signal
+            # came: whoever sent it may not wait so long.
+            validation_due = (
+                is_validation_step and state.step > state.last_validation and not interrupted
+            )
             improved = False
-            if validation_due and not interrupted:
-                loss, bleu = validation(state.step)
-                # Comparisons with NaN are False: as the best loss, it could never be improved on.
-                improved = math.isfinite(loss) and (
-                    state.best_loss is None or loss < state.best_loss
-                )
+            if validation_due:
                 state.last_validation = state.step
-                state.bad_validations += 1
-                if improved:
-                    state.best_loss = loss
-                    state.best_bleu = bleu
-                    state.bad_validations = 0
+                state.last_validation_minutes = state.minutes
+                loss, bleu = validation(state.step)
+                improved = state.take(loss, bleu)
                 model.train()
-            save_due = state.minutes > saved_minutes + config.save_minutes
-            if validation_due or interrupted or save_due:
+
+            late = state.minutes > saved_minutes + config.save_minutes
+            if validation_due or (state.step > saved_step and (interrupted or late)):
                 run.save(
-                    state.step,
-                    model,
-                    optimizer,
-                    asdict(state),
-                    precision,
-                    best=improved,
-                    keep=config.keep,
+                    state.step, model, optimizer, asdict(state), precision, improved, config.keep
                 )
+                saved_step = state.step
                 saved_minutes = state.minutes
                 meter.resume()
+                continue  # validating and saving took time: look at the clock again
+
             stopped_early = 0 < config.patience <= state.bad_validations
             if interrupted or progress >= 1 or stopped_early:
                 break
 
-            # Random numbers depend on seed, step and rank, the learning rate on step and progress.
+            # Random numbers depend on seed, step and rank, the learning rate on step and progress:
+            # a resumed run repeats what an uninterrupted one would have drawn.
             step = state.step + 1
-            learning_rate = schedule.learning_rate(config.lr, step, progress, warmup)
+            learning_rate = schedule.learning_rate(
+                config.lr, step, progress, warmup, config.schedule
+            )
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             world.set_seed(config.seed, step)
@@ -319,44 +343,30 @@ def train(config: Config) -> Path:
                 is_last = micro_batch == config.accumulate
                 with world.accumulate_gradients(parallel_loss, is_last):
                     with precision.autocast():
+                        # Smoothing keeps the model from being too sure of itself. Only the loss
+                        # without it makes a perplexity, so that one is logged.
                         smoothed, plain = parallel_loss(*batch.inputs)
                     # × size: the average over the ranks becomes their sum.
                     precision.backward(smoothed / tokens * world.size)
                 step_loss += plain / tokens
-            # Clip the gradient, update the weights, clear the gradient.
+            # Clip the gradient, so that one odd batch cannot throw the weights far away; update
+            # the weights; clear the gradient, which backward() would otherwise add to.
             gradient_norm = precision.step(optimizer, weights, config.clip, step)
             state.step = step
-            losses.append(step_loss)
+            losses.append(step_loss)  # still on the GPU: reading it here would wait for the step
             meter.end_step()
-            bar.update()
 
             if step % config.log_every == 0 or step == total_steps:
                 # Only here does the loop wait for the GPU.
-                precision.check_finite()
-                loss = world.sum(torch.stack(losses).mean()).item()
-                losses.clear()
-                curves = {
-                    "train/loss": loss,
-                    "train/perplexity": perplexity(loss),
-                    "train/learning_rate": learning_rate,
-                    "train/gradient_norm": gradient_norm.item(),
-                    "memory/peak_gib": peak_memory_gib(world.device),
-                }
-                speed = meter.read(ranks=world.size)
-                speed_shown = ""
-                if speed:  # not after the first step
-                    speed_shown = f"  {speed['speed/tokens_per_second']:,.0f} tokens/s"
-                run.scalars(step, curves | speed | precision.curves())
-                minutes = (time.perf_counter() - begun) / 60
-                done = schedule.progress(step, total_steps, minutes, config.max_minutes)
-                done = min(1.0, done)  # the last step may end after the minutes
-                minutes_left = minutes * (1 - done) / done
-                bar.total = round(step / done)  # steps, also where the minutes end the run
-                log(
-                    f"step {step:>6,}  epoch {step / steps_per_epoch:5.2f}  loss {loss:.4f}"
-                    f"  lr {learning_rate:.2e}  |gradient| {gradient_norm.item():.2f}"
-                    f"{speed_shown}  {minutes_left:,.1f} min left"
+                curves = training_curves(
+                    losses, learning_rate, gradient_norm, meter, precision, world
                 )
+                losses.clear()
+                run.scalars(step, curves)
+                minutes = minutes_since(session_began)
+                done = progress_at(step, minutes=minutes)
+                minutes_left = minutes * (1 - min(1.0, done)) / done
+                log(step_line(step, step / steps_per_epoch, curves, minutes_left))
 
         bar.close()
         if interrupted:
@@ -367,26 +377,66 @@ def train(config: Config) -> Path:
             reason = f"{state.bad_validations} validation(s) without a better loss"
         run.close(reason, state.step)
         if not interrupted:
-            results = {
-                "result/best_validation_loss": state.best_loss,
-                "result/validation_bleu": state.best_bleu,
-            }
-            run.telemetry.hyperparameters(config, results)
-            log(f"next: python evaluate.py --ckpt {shlex.quote(str(run.folder))}")
+            announce_results(run, config, state)
+        run.write_outcome(INTERRUPTED if interrupted else "finished", sample_notice(config.data))
         return run.folder
 
 
-def apply_preset(config: Config) -> None:
-    """--preset base or big: its sizes, except for those that flags set. A resumed run has them."""
-    if not config.resume:
-        fill_in(config, PRESETS[config.preset])
+# ---------------------------------------------------------------- settings
 
 
-def load_data(config: Config, run: Run) -> Prepared:
-    """Token ids and tokenizers. Rank 0 makes them, in the cache beside the runs; all ranks read."""
+def with_preset(config: Config) -> Config:
+    """The settings with the sizes of --preset, except for those that flags set."""
+    if config.resume:  # it has its sizes
+        return config
+    sizes = PRESETS[config.preset]
+    chosen = given_names(config)
+    return with_values(config, **{name: sizes[name] for name in sizes.keys() - chosen})
+
+
+def resolve(
+    config: Config, sizes: ModelConfig, prepared: Prepared, precision: Precision, world: World
+) -> Config:
+    """The settings with a value for each that was 0, automatic. config.json keeps these values.
+
+    So a resumed run has the same ones, also on another machine. `eval_every` stays automatic: it
+    depends on the length of the run, which may change.
+    """
+    tokens = config.tokens_per_batch or default_tokens_per_batch(prepared, world.device)
+
+    def trial_loss() -> nn.Module:
+        """Of a model for the trial alone."""
+        return make_loss(Translator(sizes).to(world.device), config, precision)
+
+    accumulate = config.accumulate
+    if not accumulate and config.shard and world.size > 1:
+        accumulate = 1  # the ranks of a sharded model cannot be tried one by one
+    if not accumulate:
+        accumulate = micro_batches_that_fit(trial_loss, prepared, tokens, precision, world)
+    return with_values(
+        config,
+        tokens_per_batch=tokens,
+        accumulate=accumulate,
+        lr=config.lr or default_learning_rate(config),
+    )
+
+
+def default_learning_rate(config: Config) -> float:
+    """The best measured at width 256 (docs/training.md); a wider model needs a lower rate."""
+    return OPTIMIZERS[config.optimizer].lr * min(1, 256 / config.d_model)
+
+
+# ---------------------------------------------------------------- parts of the run
+
+
+def load_data(config: Config, run: Run) -> tuple[Prepared, Config]:
+    """Token ids and tokenizers, and the settings with absolute paths to their sources.
+
+    Rank 0 makes the ids, in the cache beside the runs; all ranks read them.
+    """
     if config.max_minutes:
-        run.log("note: preparing the data and the last validation are not part of --max_minutes")
-    folder, config.data, config.tokenizer = run.world.on_main(
+        run.log("note: preparing the data is not part of --max_minutes; training begins after it")
+    folder, data, tokenizer = run.world.on_main(
         lambda: find_and_prepare(config, run.cache, run.log)
     )
     try:
@@ -399,28 +449,93 @@ def load_data(config: Config, run: Run) -> Prepared:
         prepared.select_like_validation(run.log)
     if run.saved_state and run.saved_state["data_key"] != prepared.folder.name:
         raise UserError(
-            f"--resume {run.folder}: {config.data} or the tokenizer is not what the run began "
+            f"--resume {run.folder}: {data} or the tokenizer is not what the run began "
             "with; restore it, or start a new run"
         )
-    return prepared
+    return prepared, with_values(config, data=data, tokenizer=tokenizer)
 
 
-def sampler_for(config: Config, prepared: Prepared, world: distributed.World) -> BucketSampler:
-    """The pairs of every step, and this rank's share of them."""
-    return BucketSampler(
-        prepared.train.lengths,
-        config.tokens_per_batch,
-        seed=config.seed,
-        rank=world.rank,
-        world_size=world.size,
-        accumulate=config.accumulate or 1,
+def make_loss(
+    model: Translator, config: Config, precision: Precision, log: Callable = lambda line: None
+) -> nn.Module:
+    """The loss of a batch, smoothed and plain."""
+    if config.fast and not config.compile:
+        # On a CPU, PyTorch's encoder and decoder compute the same in less time. All else in
+        # model.py runs as it is written.
+        fast.use_kernels(model, precision.dtype, log)
+    return SummedLoss(model, config.label_smoothing, sliced=config.fast)
+
+
+# ---------------------------------------------------------------- what is logged
+
+
+def describe_steps(
+    config: Config, world: World, steps_per_epoch: int, total_steps: int, warmup: int
+) -> str:
+    """One line: what a step is, and how many there will be."""
+    on_each = f" on each of {world.size} processes" if world.size > 1 else ""
+    or_minutes = ""
+    or_share = ""
+    if config.max_minutes:
+        or_minutes = f" or {config.max_minutes:g} minutes"
+        or_share = f" or {config.max_minutes * schedule.WARMUP_SHARE:g} minutes"
+    return (
+        f"steps: {config.tokens_per_batch:,} tokens each "
+        f"in {config.accumulate} micro-batch(es){on_each}, {steps_per_epoch:,} steps per epoch, "
+        f"{warmup:,} steps{or_share} of warm-up, {total_steps:,} steps{or_minutes} in total"
     )
 
 
-def default_learning_rate(config: Config) -> float:
-    """The best measured at width 256 (docs/training.md); a wider model needs a lower rate."""
-    peak = {"muon": 2e-3, "adamw": 1e-3}[config.optimizer]
-    return peak * min(1, 256 / config.d_model)
+def training_curves(
+    losses: list[Tensor],
+    learning_rate: float,
+    gradient_norm: Tensor,
+    meter: Meter,
+    precision: Precision,
+    world: World,
+) -> dict[str, float]:
+    """The figures of the steps since the last log line; all ranks must call."""
+    precision.check_finite()
+    # A rank has the sum over its own pairs, divided by the tokens of all: together, the mean.
+    loss = world.sum(torch.stack(losses).mean()).item()
+    curves = {
+        "train/loss": loss,
+        "train/perplexity": perplexity(loss),
+        "train/learning_rate": learning_rate,
+        "train/gradient_norm": gradient_norm.item(),
+        "memory/peak_gib": peak_memory_gib(world.device),
+    }
+    return curves | meter.read(ranks=world.size) | precision.curves()
+
+
+def step_line(step: int, epoch: float, curves: dict[str, float], minutes_left: float) -> str:
+    """The line of a step, for a terminal of 80 columns."""
+    speed = ""
+    if "speed/tokens_per_second" in curves:  # not after the first step
+        speed = f"  {curves['speed/tokens_per_second']:,.0f} tok/s"
+    digits = 0 if minutes_left >= 10 else 1
+    return (
+        f"step {step:>5,}  epoch {epoch:.1f}  loss {curves['train/loss']:.3f}"
+        f"  lr {curves['train/learning_rate']:.1e}{speed}"
+        f"  about {minutes_left:,.{digits}f} min left"
+    )
+
+
+def announce_results(run: Run, config: Config, state: State) -> None:
+    """The results beside the settings in TensorBoard (HPARAMS), and the commands that come next."""
+    results = {
+        "result/best_validation_loss": state.best_loss,
+        "result/validation_bleu": state.best_bleu,
+    }
+    run.telemetry.hyperparameters(config, results)
+    folder = shlex.quote(str(run.folder))
+    run.log(f"next: {beside('evaluate.py')} --ckpt {folder}")
+    run.log(f"then: {beside('report.py')} {folder}")
+
+
+def minutes_since(began: float) -> float:
+    """Minutes since a time of `time.perf_counter`."""
+    return (time.perf_counter() - began) / 60
 
 
 def main(config: Config) -> None:
@@ -428,8 +543,7 @@ def main(config: Config) -> None:
     if config.check:
         from tools.preflight import check
 
-        apply_preset(config)
-        check(config)
+        check(with_preset(config))
     else:
         train(config)
 

@@ -97,7 +97,7 @@ def translate(config: Config) -> None:
             raise UserError(
                 "--serve and --export take one process; start translate.py without torchrun or srun"
             )
-    world = distributed.start(checked(config).device)
+    world = distributed.init(checked(config).device)
     note = partial(print, file=sys.stderr) if world.is_main else lambda line: None
     trained, precision, decoder = load_for_decoding(config, 1, world, note)
     if config.export:

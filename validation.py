@@ -9,22 +9,18 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-from data import BucketSampler, Collate, Prepared, collate_for
+from data import BucketSampler, Prepared, collate_for
 from decoding import Decoder, Translations, translate_lines
 from engine.distributed import full_tensor, is_sharded
 from engine.meters import perplexity
 from engine.precision import Precision
 from engine.run import Run
 from engine.tables import markdown_table
-from model import SummedLoss, Translator, cross_attention
+from model import SummedLoss, Translator
 from text.bleu import corpus_bleu
-from text.cleaning import normalise
-from text.subwords import encode, special_ids
-from tools.reporting.attention import Attention, in_words, picture
 
 BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py scores all rows
 SAMPLES = 3
-WIDEST = 60  # tokens of a sentence in a picture of attention
 
 
 class Validation:
@@ -81,13 +77,21 @@ class Validation:
         samples = [("source", "translation", "reference")]
         samples += [(source, text, target) for (source, target), text in zip(rows[:SAMPLES], texts)]
         self.run.telemetry.text("samples", step, markdown_table(samples))
-        attention = attention_of(model, self.tokenizers, rows[0][0], texts[0])
-        self.run.telemetry.figure("cross-attention", step, picture(attention))
+        self.draw_attention(step, model, rows[0][0], texts[0])
+        # Two lines, for a terminal of 80 columns.
         self.run.log(
-            f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity(loss):.1f}  "
-            f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}"
+            f"step {step:>5,}  validation loss {loss:.3f}  perplexity {perplexity(loss):.1f}  "
+            f"BLEU {bleu:.2f} (smoothed)"
         )
+        self.run.log(f"            the first of {len(rows)} rows: {texts[0][:45]!r}")
         return loss, bleu
+
+    def draw_attention(self, step: int, model: Translator, source: str, translation: str) -> None:
+        """To TensorBoard: which source words the model looked at for each word."""
+        from tools.reporting.attention import attention_of, picture  # no part of the training
+
+        attention = attention_of(model, self.tokenizers, source, translation)
+        self.run.telemetry.figure("cross-attention", step, picture(attention))
 
     @torch.inference_mode()
     def loss(self, model: Translator, batches: list[np.ndarray]) -> float:
@@ -130,21 +134,3 @@ def unsharded(model: Translator) -> Translator:
     copy = Translator(model.config).to(model.output.weight.device)
     copy.load_state_dict({name: full_tensor(weight) for name, weight in model.state_dict().items()})
     return copy
-
-
-def attention_of(
-    model: Translator, tokenizers: tuple, source: str, translation: str, widest: int = WIDEST
-) -> Attention:
-    """Which source words the last decoder layer looked at for each word of the translation.
-
-    Both texts are cut to `widest` tokens, and to what the model has positions for.
-    """
-    texts = (normalise(source), translation)
-    longest = min(widest, model.config.max_length - 1)  # and an end token
-    # One token more than is used: it shows `in_words` that the text was cut.
-    ids = [encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)]
-    source_ids, target_ids = map(special_ids, tokenizers)
-    collate = Collate(source_ids, target_ids)
-    batch = collate([tuple(side[:longest] for side in ids)]).to(model.output.weight.device)
-    weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0]  # (T, S)
-    return in_words(*texts, tokenizers, ids, weights.float().cpu().numpy())

@@ -8,7 +8,8 @@
 runs/x/checkpoints/step-200/     model.safetensors  optimizer.pt  state.json  checksums.json
 runs/x/checkpoints/best, last    symbolic links, each to one of the step-N folders
 
-A checkpoint is intact if its files have the checksums in checksums.json.
+A checkpoint is intact if its tensors have the checksums in checksums.json, and state.json its own:
+only the state of a step is ever written a second time.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from engine.errors import UserError
 from engine.files import as_argument, as_json, atomic_write, wait_for_disk
 from engine.telemetry import is_main
 
-CONTENT = ["model.safetensors", "optimizer.pt", "state.json"]  # what checksums.json lists
+CONTENT = ["model.safetensors", "optimizer.pt"]  # what checksums.json lists
 RESUMABLE = 2  # checkpoints that keep the optimizer's state: the newest, and one to fall back to
 WEIGHT_SUFFIXES = [".safetensors", ".pt", ".pth", ".bin"]
 
@@ -53,29 +54,30 @@ def save(
     `keep` checkpoints and the best one stay. The optimizer's state, up to twice the size of the
     weights, stays in the newest two. Raises `UserError` if the disk is full or cannot be written
     to.
+
+    A step is saved again only after a resume, before the first update: with the same weights and
+    moments. Of these only the state is then written.
     """
-    files = files_of(step, model_state, optimizer_state, {**state, "best_step": best_step})
+    sealed_state = sealed({**state, "best_step": best_step, "step": step})
     checkpoint = folder / f"step-{step}"
     temporary = folder / f".tmp-step-{step}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _finish_replacement(folder)
         _remove_temporary(folder)
-        temporary.mkdir()
-        for name, content in files.items():
-            (temporary / name).write_bytes(content)
-            wait_for_disk(temporary / name)
-        wait_for_disk(temporary)
-        # A resumed run may save a step again, and a folder cannot be renamed onto a full one.
         if checkpoint.exists():
-            os.replace(checkpoint, folder / f".replaced-{checkpoint.name}")
-        os.replace(temporary, checkpoint)
+            atomic_write(checkpoint / "state.json", sealed_state)
+        else:
+            files = files_of(model_state, optimizer_state, sealed_state)
+            temporary.mkdir()
+            for name, content in files.items():
+                (temporary / name).write_bytes(content)
+                wait_for_disk(temporary / name)
+            wait_for_disk(temporary)
+            os.replace(temporary, checkpoint)
         _link(folder, step, best_step)
         wait_for_disk(folder)
-        _finish_replacement(folder)
         _remove_old(folder, best_step, keep)
     except OSError as error:
-        _finish_replacement(folder)
         reason = f"cannot write step-{step} in {folder}: {error.strerror or error}"
         remedy = f"fix this, then --resume {as_argument(folder.parent)}"
         raise UserError(f"{reason}; {remedy}") from error
@@ -83,7 +85,7 @@ def save(
         _remove_temporary(folder)
 
 
-def files_of(step: int, model_state: dict, optimizer_state: dict, state: dict) -> dict[str, bytes]:
+def files_of(model_state: dict, optimizer_state: dict, sealed_state: str) -> dict[str, bytes]:
     """Name -> bytes of the four files.
 
     Everything becomes bytes before anything is written: a full disk then has one kind of error. The
@@ -99,10 +101,15 @@ def files_of(step: int, model_state: dict, optimizer_state: dict, state: dict) -
     files = {
         "model.safetensors": safetensors.torch.save(tensors, metadata={"format": "pt"}),
         "optimizer.pt": optimizer_file.getbuffer(),
-        "state.json": as_json({**state, "step": step}).encode(),
+        "state.json": sealed_state.encode(),
     }
     checksums = {name: hashlib.sha256(files[name]).hexdigest() for name in CONTENT}
     return {**files, "checksums.json": as_json(checksums).encode()}
+
+
+def sealed(state: dict) -> str:
+    """The text of state.json: the state, and a checksum of it."""
+    return as_json({**state, "checksum": hashlib.sha256(as_json(state).encode()).hexdigest()})
 
 
 def write_checksums(folder: Path, names: list[str]) -> None:
@@ -153,6 +160,16 @@ def verify(checkpoint: Path, to_resume: bool = False) -> str | None:
     if damage := verify_files(checkpoint, optional="optimizer.pt"):
         return damage
     recorded = json.loads(Path(checkpoint, "checksums.json").read_bytes())
+    try:
+        text = Path(checkpoint, "state.json").read_bytes()
+        if text != sealed(load_state(checkpoint)).encode():
+            return "state.json is damaged"
+    except FileNotFoundError:
+        return "state.json is missing"
+    except OSError as error:
+        return f"state.json cannot be read: {error.strerror}"
+    except (ValueError, KeyError, AttributeError, RecursionError):  # no JSON, or no object
+        return "state.json is damaged"
     if to_resume and not Path(checkpoint, "optimizer.pt").exists():
         return "its optimizer state was removed, to save space"
     if {*recorded, "optimizer.pt"} != {*CONTENT}:
@@ -187,11 +204,9 @@ def latest(folder: Path, to_resume: bool = False) -> Path:
 def repair(folder: Path) -> Path | None:
     """The checkpoint to resume from, None if nothing is saved. Only for the run that writes there.
 
-    Completes what a kill interrupted: restores a checkpoint that was being replaced, and corrects
-    the links. Damaged newer checkpoints are renamed to damaged-step-N: they must not count among
-    those to fall back to.
+    Corrects the links if a kill came before they were set. Damaged newer checkpoints are renamed to
+    damaged-step-N: they must not count among those to fall back to.
     """
-    _finish_replacement(folder)
     if not steps(folder):
         return None
     newest = latest(folder, to_resume=True)
@@ -205,13 +220,15 @@ def repair(folder: Path) -> Path | None:
     return newest
 
 
-def resolve(path: str | Path) -> Path:
-    """The checkpoint or weights file that `--ckpt` means.
+def resolve(path: str | Path, newest: bool = False) -> Path:
+    """The absolute path of the checkpoint or weights file that `--ckpt` means.
 
-    Of a run it is the best checkpoint, or the latest if nothing was validated. Raises `UserError`
-    for a path that leads to none.
+    Of a run it is the best checkpoint, or the latest if nothing was validated or with `newest`.
+    Raises `UserError` for a path that leads to none.
     """
-    path = Path(path)
+    # Links above the checkpoint stay in the path: the folder `checkpoints` of a run may be one, to
+    # a larger disk, and a run is found as a folder above its checkpoints.
+    path = Path(path).absolute()
     if path.is_file() and path.suffix in WEIGHT_SUFFIXES:
         return path
     if not path.is_dir():
@@ -221,11 +238,14 @@ def resolve(path: str | Path) -> Path:
         raise UserError(
             f"{path} {what}; give a run directory, a checkpoint directory or a weights file"
         )
+    choose = latest if newest else _best_or_latest
     if (path / "checkpoints").is_dir() or (path / "config.json").exists():
-        return _best_or_latest(path / "checkpoints")
+        return choose(path / "checkpoints")
     if steps(path):  # the folder checkpoints/ of a run
-        return _best_or_latest(path)
-    checkpoint = path.resolve()  # from a link such as `best` to its step-N
+        return choose(path)
+    checkpoint = path
+    while checkpoint.is_symlink():  # such as `best`, to its step-N
+        checkpoint = checkpoint.parent / checkpoint.readlink()
     if damage := verify(checkpoint):
         raise UserError(
             f"{path} is not an intact checkpoint ({damage}); give a run directory, which uses an "
@@ -234,17 +254,21 @@ def resolve(path: str | Path) -> Path:
     return checkpoint
 
 
-def last_intact(checkpoint: Path, count: int) -> list[Path]:
-    """The `count` intact checkpoints up to and including this one in its folder, oldest first."""
-    folders = [checkpoint.parent / f"step-{step}" for step in steps(checkpoint.parent)]
-    candidates = []  # none for a weights file
-    if checkpoint in folders:
-        up_to_it = folders[: folders.index(checkpoint) + 1]
+def last_intact(checkpoint: Path, count: int, keep: int) -> list[Path]:
+    """The `count` intact checkpoints up to and including this one in its folder, oldest first.
+
+    Only the newest `keep` count: an older one is there because it was the best, and may be
+    thousands of steps away from the others.
+    """
+    recent = [checkpoint.parent / f"step-{step}" for step in steps(checkpoint.parent)[-keep:]]
+    candidates = []  # none for a weights file, or an older checkpoint
+    if checkpoint in recent:
+        up_to_it = recent[: recent.index(checkpoint) + 1]
         candidates = [folder for folder in up_to_it if verify(folder) is None]
     if not 1 <= count <= len(candidates):
         raise UserError(
-            f"cannot average {count} checkpoints up to {checkpoint}: {len(candidates)} are intact; "
-            "ask for fewer"
+            f"cannot average {count} checkpoints up to {checkpoint}: {len(candidates)} of the "
+            f"newest {keep} are intact; ask for fewer, or train with a larger --keep"
         )
     return candidates[-count:]
 
@@ -270,7 +294,9 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 def load_state(checkpoint: Path) -> dict:
     """The state of a verified checkpoint as `save` got it, with its step and the best one's."""
-    return json.loads((Path(checkpoint) / "state.json").read_bytes())
+    state = json.loads((Path(checkpoint) / "state.json").read_bytes())
+    del state["checksum"]
+    return state
 
 
 def load_tensors(path: Path):
@@ -310,12 +336,12 @@ def _best_or_latest(folder: Path) -> Path:
     newest = latest(folder)
     best_step = load_state(newest)["best_step"]
     if best_step is None:  # nothing was validated yet
-        return newest.resolve()
+        return newest
     best = folder / f"step-{best_step}"
     if best != newest and (damage := verify(best)):
         _print(f"the best checkpoint, {best}, is damaged ({damage}); using the latest")
-        return newest.resolve()
-    return best.resolve()
+        return newest
+    return best
 
 
 def _hash_of(file: Path) -> str:
@@ -324,17 +350,6 @@ def _hash_of(file: Path) -> str:
         while block := stream.read(2**22):
             digest.update(block)
     return digest.hexdigest()
-
-
-def _finish_replacement(folder: Path) -> None:
-    """Remove a replaced step-N, or restore it if a kill came before the new one was in place."""
-    for replaced in folder.glob(".replaced-step-*"):
-        checkpoint = folder / replaced.name.removeprefix(".replaced-")
-        with suppress(OSError):  # the folder may be read-only
-            if checkpoint.exists():
-                shutil.rmtree(replaced)
-            else:
-                replaced.rename(checkpoint)
 
 
 def _remove_temporary(folder: Path) -> None:

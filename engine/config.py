@@ -20,6 +20,7 @@ import math
 import operator
 import os
 import re
+import shlex
 import sys
 import textwrap
 from pathlib import Path
@@ -382,15 +383,25 @@ def format_help(config_class, description: str, positional: str | None) -> str:
 
 
 def command() -> str:
-    """How the user started this script: `python train.py`, `python -m labs.lenet`, torchrun."""
+    """How the user started this script: `python train.py`, `python -m labs.lenet`, torchrun.
+
+    The path of the script is as it was typed, so that the command works from the same directory.
+    """
     module = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script's file
-    name = module.name.removesuffix(".__main__") if module else Path(sys.argv[0]).name
+    name = module.name.removesuffix(".__main__") if module else shlex.quote(sys.argv[0])
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if not by_torchrun or not several_processes():
         return f"python -m {name}" if module else f"python {name}"
     # Without the "--", torchrun would take our --run for one of its own flags.
     module_flag = "-m " if module else ""
     return f"torchrun --nproc_per_node {os.environ['LOCAL_WORLD_SIZE']} {module_flag}-- {name}"
+
+
+def beside(script: str) -> str:
+    """The command of another script, in the folder of the one that the user started."""
+    if getattr(sys.modules["__main__"], "__spec__", None):  # `python -m …` works in this folder
+        return f"python {script}"
+    return f"python {shlex.quote(str(Path(sys.argv[0]).with_name(script)))}"
 
 
 def load_config(config_class, path: Path):

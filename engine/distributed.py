@@ -1,6 +1,6 @@
 """One process or many: who am I, on which device, and the few collectives that the scripts need.
 
-world = start("auto")          # reads what torchrun or srun sets; one process if nothing is set
+world = init("auto")           # reads what torchrun or srun sets; one process if nothing is set
 total = world.sum(torch.tensor([loss, count], dtype=torch.float64))
 """
 
@@ -228,7 +228,7 @@ def several_asked() -> bool:
     return several_processes()
 
 
-def start(device_name: str = "auto") -> World:
+def init(device_name: str = "auto") -> World:
     """Join the process group that torchrun or srun describes, if any; choose this rank's device.
 
     Raises `UserError` for an environment that is incomplete or wrong, for more ranks than GPUs, and

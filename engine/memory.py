@@ -1,12 +1,15 @@
-"""The CPU's memory: keep what the allocator has freed; how much this process holds."""
+"""Memory: keep what the CPU's allocator has freed; how much this process holds, and may hold."""
 
 import ctypes
+import math
 import os
 import re
 import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
+
+import torch
 
 GIB = 2**30
 
@@ -67,3 +70,35 @@ def forget_peak() -> bool:
     except (OSError, AttributeError):
         return False
     return True
+
+
+def memory_limit(device: torch.device) -> float:
+    """GiB that this process can hold in all, with what it holds already."""
+    if device.type == "cuda":
+        return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / GIB
+    limit = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    free = size_in(Path("/proc/meminfo"), "MemAvailable")
+    if free is not None:
+        limit = free + int(held_gib("VmRSS") * GIB)
+    return min(limit, cgroup_limit()) / GIB
+
+
+def cgroup_limit(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> float:
+    """Bytes that a container or a job of SLURM may hold (control groups, version 2), or infinity.
+
+    A group is a folder below `root`; `own` names ours. A folder above it may set a lower limit.
+    """
+    group = root
+    with suppress(OSError):
+        for line in own.read_text(encoding="utf-8").splitlines():
+            if line.startswith("0::/"):  # the line of version 2
+                group = root / line.removeprefix("0::/")
+    limits = [math.inf]
+    for folder in (group, *group.parents):
+        with suppress(OSError, ValueError):  # no such file, or "max": no limit
+            limits.append(int((folder / "memory.max").read_text(encoding="utf-8")))
+        if folder == root:
+            break
+    return min(limits)

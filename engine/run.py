@@ -1,10 +1,10 @@
 """The folder of a run, and what every training script does with it.
 
     config = saved_settings(config)                    # it has the flags --run and --resume
-    with Run(config, "lenet", world) as run:
+    with Run(config, "lenet", world) as run:           # its kind, for the report
         run.log("…")                                   # then data and model: an error leaves no run
         state = run.restore(model, optimizer, precision) or {"step": 0}
-        run.begin()                                    # from now on the folder is a run
+        run.record_start(config)                       # from now on the folder is a run
         while not run.stop_asked():
             run.scalars(step, {"train/loss": 0.3})
             run.save(step, model, optimizer, state, precision)
@@ -17,7 +17,6 @@ runs/NAME/config.json  environment.json  metrics.jsonl  events.out.tfevents.*  t
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
@@ -47,17 +46,20 @@ GPU_SHOWN_AFTER = 5.0  # seconds of training; LeNet-5 on a fast GPU takes less t
 class Run(contextlib.AbstractContextManager):
     """One run of a training script, new or resumed."""
 
-    def __init__(self, config, kind: str, world: World):
-        """Make runs/<config.run> or runs/<time>-<kind>, or open `config.resume`.
+    def __init__(self, config, kind: str, world: World, name: str = ""):
+        """Make runs/<config.run> or runs/<time>-<name>, or open `config.resume`.
 
-        `config` comes from `saved_settings`. Raises `UserError` if the folder cannot be used.
+        `config` comes from `saved_settings`. `kind` names what is trained, such as "translation";
+        it is saved in environment.json, and is the `name` where none is given. Raises `UserError`
+        if the folder cannot be used.
         """
         self.world = world
+        self.kind = kind
         self.started = time.perf_counter()
         # Closed when the run ends; holds the lock of the folder, among others.
         self.at_end = contextlib.ExitStack()
         self.config = config
-        self.folder, self.checkpoint = world.on_main(lambda: self.open_folder(kind))
+        self.folder, self.checkpoint = world.on_main(lambda: self.open_folder(name or kind))
         # What was saved with the last checkpoint; None if there is none.
         self.saved_state = None
         self.best_step = None
@@ -73,12 +75,12 @@ class Run(contextlib.AbstractContextManager):
         if hidden := hidden_gpus():
             self.log(f"note: {hidden}")
 
-    def open_folder(self, kind: str) -> tuple[Path, Path | None]:
+    def open_folder(self, name: str) -> tuple[Path, Path | None]:
         """The folder, locked, and the checkpoint to resume from, if any."""
         config = self.config
         try:
             if not config.resume:
-                return self.at_end.enter_context(new_run_folder(config.run, kind)), None
+                return self.at_end.enter_context(new_run_folder(config.run, name)), None
             folder = Path(config.resume)
             self.at_end.enter_context(lock_run(folder))
             return folder, checkpoint.repair(folder / "checkpoints")
@@ -116,36 +118,40 @@ class Run(contextlib.AbstractContextManager):
         if precision and scaler:
             precision.scaler.load_state_dict(scaler)
         self.log(f"resumed after step {self.saved_state['step']:,} from {self.checkpoint}")
-        added_by_save = {"scaler", "best_step"}
+        added_by_save = {"scaler", "best_step", "metrics_bytes"}
         return {
             name: value for name, value in self.saved_state.items() if name not in added_by_save
         }
 
-    def begin(self, precision: Precision | None = None, gpu_seconds: float = 5.0) -> None:
+    def record_start(
+        self, config, precision: Precision | None = None, gpu_seconds: float = 5.0
+    ) -> None:
         """Everything is ready: write the settings, open the curves, catch signals.
 
-        The file of settings makes the folder a run. A GPU's load is sampled every `gpu_seconds`.
+        `config` has the values that are used; automatic ones are resolved. Its file makes the
+        folder a run. A GPU's load is sampled every `gpu_seconds`.
         """
+        self.config = config
         if self.world.is_main:
             self.write_settings()
             self.write_environment(precision)
         resume_step = None
-        last_validation = None
-        if self.config.resume:
+        length = 0
+        if config.resume:
             resume_step = self.saved_state["step"] if self.saved_state else 0
         if self.saved_state:
-            last_validation = self.saved_state.get("last_validation")
-        self.telemetry = Telemetry(self.folder, resume_step, last_validation)
+            length = self.saved_state["metrics_bytes"]
+        self.telemetry = Telemetry(self.folder, resume_step, length)
         self.at_end.callback(self.telemetry.close)
         self.process = ProcessMeter()
         self.gpu = None
         self.gpu_shown = False  # nvidia-smi's output is kept after some seconds, and at the end
-        self.begun = time.perf_counter()
+        self.training_started = time.perf_counter()
         if self.world.is_main and self.world.device.type == "cuda":
             self.gpu = GpuSampler(self.world.device, gpu_seconds, self.log)
             self.gpu.start()
             self.at_end.callback(self.gpu.ended.set)
-        self.interrupted = self.at_end.enter_context(caught_signals())
+        self._got_signal = self.at_end.enter_context(caught_signals())
 
     def write_settings(self) -> None:
         """config.json, and a log line of the settings that differ from their defaults."""
@@ -161,7 +167,7 @@ class Run(contextlib.AbstractContextManager):
         if self.config.resume:
             with contextlib.suppress(OSError, ValueError, TypeError):  # missing or damaged
                 sessions = list(json.loads(path.read_text(encoding="utf-8")))
-        session = environment(self.world, precision)
+        session = {"kind": self.kind, **environment(self.world, precision)}
         sessions.append(session)
         known = [f"{name} {value}" for name, value in session.items() if value is not None]
         self.log(f"environment: {', '.join(known)}")
@@ -182,7 +188,7 @@ class Run(contextlib.AbstractContextManager):
         values = values | self.process.read()
         if self.gpu:
             values |= self.gpu.read()
-            if not self.gpu_shown and time.perf_counter() - self.begun > GPU_SHOWN_AFTER:
+            if not self.gpu_shown and time.perf_counter() - self.training_started > GPU_SHOWN_AFTER:
                 self.gpu_shown = keep_nvidia_smi(self.folder, f"step {step:,}")
         self.telemetry.scalars(step, values)
 
@@ -207,6 +213,8 @@ class Run(contextlib.AbstractContextManager):
             state = state | {"scaler": precision.scaler.state_dict()}
         if best:
             self.best_step = step
+        # A resumed run cuts its curves here: what was written later is written again.
+        state = state | {"metrics_bytes": self.telemetry.sync()}
 
         def gather(value):
             """A sharded tensor as one tensor on rank 0's CPU; anything else as it is."""
@@ -227,7 +235,7 @@ class Run(contextlib.AbstractContextManager):
 
         All ranks ask together, so that all stop at the same step.
         """
-        return bool(self.world.maximum(self.interrupted())[0])
+        return bool(self.world.maximum(self._got_signal())[0])
 
     def close(self, why: str, step: int | None = None) -> None:
         """The last lines of the log; of an interrupted run the command that resumes it."""
@@ -239,6 +247,22 @@ class Run(contextlib.AbstractContextManager):
         self.log(f"stopped{after}: {why}")
         if why == INTERRUPTED:
             self.log(f"to resume: {command()} --resume {as_argument(self.folder)}")
+
+    def write_outcome(self, outcome: str, notice: str = "") -> None:
+        """One line of JSON in the file that RUN_OUTCOME names, if it is set: for run.sh.
+
+        `outcome` is "finished" or "interrupted"; `notice` is what must stand beside the result.
+        """
+        path = os.environ.get("RUN_OUTCOME")
+        if not path or not self.world.is_main:
+            return
+        known = {
+            "folder": str(self.folder),
+            "outcome": outcome,
+            "device": self.config.device,
+            "notice": notice,
+        }
+        Path(path).write_text(json.dumps(known, ensure_ascii=False) + "\n", encoding="utf-8")
 
     def __exit__(self, kind, error, traceback) -> None:
         self.at_end.close()
@@ -265,38 +289,38 @@ def find_run(path: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def new_run_folder(name: str, kind: str) -> Iterator[Path]:
+def new_run_folder(run_name: str, default_name: str) -> Iterator[Path]:
     """The folder of a new run, locked. Removed at the end if no run has begun in it.
 
-    The folder that a name gives may exist already, as long as no run has begun there.
+    The folder that `run_name` gives may exist already, as long as no run has begun there: then it
+    stays, and of its content all but what this program wrote.
     """
-    if name:
-        if Path(name).name in ("..", "") or "\n" in name:
-            raise UserError(f"invalid --run {name!r}: use letters, digits, - and _")
-        run = folder_of(name)
+    if run_name:
+        if Path(run_name).name in ("..", "") or "\n" in run_name:
+            raise UserError(f"invalid --run {run_name!r}: use letters, digits, - and _")
+        run = folder_of(run_name)
         refuse_begun(run)
+        existed = run.exists()
         run.mkdir(parents=True, exist_ok=True)
     else:
-        run = new_folder_named_by_time(kind)
-    existing = {file.name for file in run.iterdir()}
+        existed = False
+        run = new_folder_named_by_time(default_name)
+    # All that is written before the file of settings. What is not there yet will be ours.
+    ours = [run / name for name in (".lock", "train.log") if not (run / name).exists()]
     with lock_run(run):
         refuse_begun(run)  # another process may have begun one until now
         yield run
         if not (run / "config.json").exists():
-            for leftover in run.iterdir():
-                if leftover.name in existing:
-                    continue
-                if leftover.is_dir():
-                    shutil.rmtree(leftover, ignore_errors=True)
-                else:
-                    leftover.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # the folder may hold other files
-                run.rmdir()
+            for file in ours:
+                file.unlink(missing_ok=True)
+            if not existed:
+                with contextlib.suppress(OSError):  # the user may have put files there meanwhile
+                    run.rmdir()
 
 
-def new_folder_named_by_time(kind: str) -> Path:
-    """runs/<time>-<kind>; with + if another run was started in the same second."""
-    run = folder_of(time.strftime(f"%Y-%m-%d_%H-%M-%S-{kind}"))
+def new_folder_named_by_time(name: str) -> Path:
+    """runs/<time>-<name>; with + if another run was started in the same second."""
+    run = folder_of(time.strftime(f"%Y-%m-%d_%H-%M-%S-{name}"))
     run.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
@@ -371,6 +395,13 @@ def saved_settings(config):
     saved.given = given
     saved.resume = str(run)
     return saved
+
+
+def with_values(config, **values):
+    """A copy of the settings with other values; which ones the user chose stays known."""
+    changed = replace(config, **values)
+    changed.given = given_names(config)
+    return changed
 
 
 def load_weights_into(model: torch.nn.Module, weights: dict[str, torch.Tensor], path: Path) -> None:

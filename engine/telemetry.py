@@ -25,7 +25,6 @@ from tqdm import tqdm
 
 from engine.config import NO_BREAK, changed_names, given_names
 from engine.errors import discard_output
-from engine.files import atomic_write
 
 
 def is_main() -> bool:
@@ -39,34 +38,29 @@ class Telemetry:
     If the curves cannot be written (a full disk), training continues without them, after one note.
     """
 
-    def __init__(
-        self, run: Path, resume_step: int | None = None, last_validation: int | None = None
-    ):
-        """`resume_step`: the step of the checkpoint from which the run resumes; later records go.
+    def __init__(self, run: Path, resume_step: int | None = None, length: int = 0):
+        """`resume_step`: the step of the checkpoint from which the run resumes; later points go.
 
-        `last_validation`: the step of the checkpoint's last validation, by default `resume_step`.
-        Later validations are repeated, so their records go too.
+        `length`: what `sync` returned when that checkpoint was saved; later records go.
         """
         # Stays None on the other ranks: every method returns at once.
         self.writer: Any = None
+        self.length = 0  # bytes of metrics.jsonl, up to the end of its last complete line
         if not is_main():
             return
         from torch.utils.tensorboard import SummaryWriter  # on demand: it takes a second
 
         self.last_step = resume_step or 0
-        last_record = {}
-        if resume_step is not None:
-            if last_validation is None:
-                last_validation = resume_step
-            last_record = keep_records(run / "metrics.jsonl", resume_step, last_validation)
-        is_finished = any(tag.startswith("result/") for tag in last_record)
-        self.result_step = resume_step if is_finished else None
         # TensorBoard hides what was written at `purge_step` and later. It does so only from the
         # second mark in a folder on, so a new run sets one too, at step 0.
         purge_step = 0 if resume_step is None else resume_step + 1
         self.writer = SummaryWriter(str(run), purge_step=purge_step)
         # Line-buffered, so that kill -9 loses at most the current line.
         self.metrics_file = open(run / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
+        self.length = os.stat(self.metrics_file.fileno()).st_size
+        if resume_step is not None:
+            self.length = min(self.length, length)
+            self.metrics_file.truncate(self.length)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         """Add a point to the curve of each tag, and one line to metrics.jsonl.
@@ -84,9 +78,19 @@ class Telemetry:
                 # Not add_scalars: it makes a folder for every curve, which purge_step cannot reach.
                 self.writer.add_scalar(tag, value, step, walltime=now)
                 record[tag] = value if math.isfinite(value) else None
-            self.metrics_file.write(json.dumps(record) + "\n")
+            line = json.dumps(record) + "\n"  # ASCII: as many bytes as characters
+            self.metrics_file.write(line)
+            self.length += len(line)
 
         self._try(write)
+
+    def sync(self) -> int:
+        """Wait until metrics.jsonl is on the disk; returns its length in bytes, for a checkpoint.
+
+        0 on all ranks but rank 0.
+        """
+        self._try(lambda: os.fsync(self.metrics_file.fileno()))
+        return self.length
 
     def text(self, tag: str, step: int, text: str) -> None:
         """Write a text (Markdown), such as sample translations."""
@@ -99,9 +103,9 @@ class Telemetry:
     def hyperparameters(self, config, results: dict[str, float | None]) -> None:
         """Write the settings that the user chose, and the results, to TensorBoard's HPARAMS page.
 
-        A result that is None is left out. A finished run that is resumed does not write them again.
+        A result that is None is left out.
         """
-        if self.writer is None or self.last_step == self.result_step:
+        if self.writer is None:
             return
         from torch.utils.tensorboard.summary import hparams
 
@@ -139,34 +143,6 @@ class Telemetry:
                 f"note: curves can no longer be written ({error}); training continues without them",
                 file=sys.stderr,
             )
-
-
-def keep_records(path: Path, last_step: int, last_validation: int) -> dict:
-    """Drop later records, and the last line if a kill cut it short; return the last record kept.
-
-    A run that was killed between a validation and its checkpoint validates again: `last_validation`
-    is the step of the last validation whose record stays.
-    """
-    if not path.exists():
-        return {}
-    text = path.read_text(encoding="utf-8", errors="replace")
-    kept_lines = []
-    last_record = {}
-    for line in text.splitlines(keepends=True):
-        if not line.endswith("\n"):
-            continue
-        try:
-            record = json.loads(line)
-            is_validation = "valid/loss" in record
-            end = last_validation if is_validation else last_step
-            is_kept = record["step"] <= end and record["time"] > 0
-        except (ValueError, TypeError, KeyError):
-            continue
-        if is_kept:
-            kept_lines.append(line)
-            last_record = record
-    atomic_write(path, "".join(kept_lines))
-    return last_record
 
 
 class Log:

@@ -33,7 +33,7 @@ def test_a_path_with_bytes_that_are_not_utf8():
 
 @pytest.mark.parametrize("name", ["train", "evaluate", "translate"])
 def test_wrong_settings_made_in_python(name, monkeypatch):
-    monkeypatch.setattr("engine.distributed.start", None)  # it is not called
+    monkeypatch.setattr("engine.distributed.init", None)  # it is not called
     script = import_module(name)
     with pytest.raises(UserError, match="--precision fp8 is unknown; choose auto, fp32, bf16"):
         getattr(script, name)(script.Config(precision="fp8"))

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_train import prepared_of
 
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
-from loading import load_for_decoding, load_trained, mean_of, newest_run
+from loading import load_for_decoding, load_trained, mean_of, newest_run, save_description
 from text.subwords import encode, special_ids
 
 
@@ -24,9 +25,7 @@ def run(tiny_run, tmp_path) -> Path:
     (copy / "checkpoints" / "best").symlink_to("step-30")
     newest = copy / "checkpoints" / "step-45"
     state = checkpoint.load_state(newest) | {"best_step": 30}
-    (newest / "state.json").write_text(json.dumps(state))
-    names = [name for name in checkpoint.CONTENT if (newest / name).exists()]
-    checkpoint.write_checksums(newest, names)
+    (newest / "state.json").write_text(checkpoint.sealed(state))
     return copy
 
 
@@ -141,7 +140,7 @@ def test_the_mean_of_two(run, named, steps):
 def test_means_that_cannot_be_made(run):
     assert "mean of step-15, step-30, step-45 of" in load_trained(run, average=3).name
     for named, average in ((run, 4), (run / "checkpoints" / "step-15", 2)):
-        message = f"cannot average {average} checkpoints up to .*; ask for fewer"
+        message = f"cannot average {average} checkpoints up to .*; ask for fewer, or train"
         with pytest.raises(UserError, match=message):
             load_trained(named, average=average)
     file = run / "checkpoints" / "step-45" / "model.safetensors"
@@ -158,6 +157,49 @@ def test_unlike_weights_have_no_mean(tmp_path, other):
         torch.save(weights, file)
     with pytest.raises(UserError, match=r"cannot average .*second\.pt with .*first\.pt: their"):
         mean_of(files)
+
+
+def test_a_mean_is_summed_in_more_than_the_weights_own_precision(tmp_path):
+    """In fp32 the sum of these three would lose the ones: its neighbours are 2 apart."""
+    files = [tmp_path / f"{number}.pt" for number in range(3)]
+    for file, value in zip(files, (2.0**24, 1.0, 1.0)):
+        torch.save({"a": torch.tensor([value])}, file)
+    exact = torch.tensor([(2.0**24 + 2) / 3], dtype=torch.float64).float()
+    assert torch.equal(mean_of(files)["a"], exact)
+
+
+def test_a_run_whose_checkpoints_are_on_another_disk(run, tmp_path):
+    scratch = tmp_path / "scratch"
+    shutil.move(run / "checkpoints", scratch)
+    (run / "checkpoints").symlink_to(scratch)
+    for named in (run, run / "checkpoints" / "best"):
+        trained = load_trained(named)
+        assert trained.run.samefile(run) and trained.checkpoint.name == "step-30"
+
+
+# ---------------------------------------------------------------- what is saved
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_what_a_resumed_run_has_is_not_written_again(run, tiny_run, is_new, monkeypatch):
+    """A full disk would leave it without its tokenizers."""
+    prepared = prepared_of(tiny_run)
+    sizes = load_trained(run).model.config
+    before = {path: path.stat().st_ino for path in run.rglob("*.json")}
+    (run / "data.json").unlink()
+    save_description(run, sizes, prepared, is_new)
+    assert json.loads((run / "data.json").read_text()) == prepared.describe()
+    for name in ("model.json", "tokenizer/source/tokenizer.json"):
+        assert (before[run / name] == (run / name).stat().st_ino) != is_new
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(prepared.target_tokenizer), "save_pretrained", full)
+    shutil.rmtree(run / "tokenizer")
+    with pytest.raises(OSError, match="No space left"):
+        save_description(run, sizes, prepared, is_new)
+    assert not list(run.glob("*tokenizer*"))  # none rather than a half
 
 
 # ---------------------------------------------------------------- what cannot be read

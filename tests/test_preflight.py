@@ -15,10 +15,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from data import Collate
-from engine import preflight as machine
+from engine import memory
 from engine.errors import UserError
 from text.reading import find_text
-from tools import preflight
+from tools import machine, preflight
 from tools.reporting import masks
 
 SPLITS = {"train": slice(200, None), "validation": slice(100), "test": slice(100, 200)}
@@ -201,14 +201,14 @@ def test_the_lowest_memory_limit_of_the_control_groups_counts(tmp_path):
     job = tmp_path / "slurm" / "job"
     job.mkdir(parents=True)
     own = tmp_path / "own"
-    assert machine.cgroup_limit(tmp_path, own) == math.inf
+    assert memory.cgroup_limit(tmp_path, own) == math.inf
     own.write_text("1:cpu:/elsewhere\n0::/slurm/job\n")
     (tmp_path / "slurm" / "memory.max").write_text("max\n")
-    assert machine.cgroup_limit(tmp_path, own) == math.inf
+    assert memory.cgroup_limit(tmp_path, own) == math.inf
     (job / "memory.max").write_text("8000\n")
-    assert machine.cgroup_limit(tmp_path, own) == 8000
+    assert memory.cgroup_limit(tmp_path, own) == 8000
     (tmp_path / "slurm" / "memory.max").write_text("5000\n")
-    assert machine.cgroup_limit(tmp_path, own) == 5000
+    assert memory.cgroup_limit(tmp_path, own) == 5000
 
 
 def test_swapped_languages_and_a_run_that_exists_are_one_line(tmp_path, pairs):

@@ -17,7 +17,8 @@ from engine.precision import choose_precision
 from loading import load_trained
 from model import Translator
 from text.bleu import corpus_bleu
-from validation import Validation, attention_of
+from tools.reporting.attention import attention_of
+from validation import Validation
 
 
 @pytest.fixture
@@ -116,12 +117,17 @@ def test_every_rank_tries_the_heaviest_batches(checked, monkeypatch):
         assert of_tried == most_tokens
 
 
-def test_on_a_cpu_validation_translates_in_fp32(checked, monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_validation_translates_in_fp32_on_a_cpu_and_in_the_runs_format_on_a_gpu(
+    checked, monkeypatch, device
+):
+    """As evaluate.py does on each."""
     seen = []
     checked.precision = choose_precision(torch.device("cpu"), "bf16")
+    checked.world = World(0, 1, SimpleNamespace(type=device))
     monkeypatch.setattr(
         "validation.translate_lines",
         lambda *_, **__: seen.append(torch.is_autocast_enabled("cpu")),
     )
     checked.translate(checked.model, [("一", "one")])
-    assert seen == [False]
+    assert seen == [device == "cuda"]

@@ -29,20 +29,12 @@ from engine.checkpoint import RESUMABLE
 from engine.devices import choose_device, hidden_gpus
 from engine.distributed import several_asked
 from engine.errors import UserError
+from engine.memory import memory_limit
 from engine.meters import duration, peak_memory_gib
-from engine.micro_batches import fewest_micro_batches
 from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
-from engine.preflight import (
-    check_disk,
-    describe_gpus,
-    describe_load,
-    measure_speed,
-    memory_limit,
-    peak_of,
-    warn_of_other_users,
-)
 from engine.run import folder_of, refuse_begun
+from micro_batches import fewest_micro_batches
 from model import ModelConfig, SummedLoss, Translator, sizes_of
 from text.cleaning import REASONS, hash_of_pair, missing_splits
 from text.reading import (
@@ -52,6 +44,14 @@ from text.reading import (
     default_path,
     find_text,
     share_of_chinese,
+)
+from tools.machine import (
+    check_disk,
+    describe_gpus,
+    describe_load,
+    measure_speed,
+    peak_of,
+    warn_of_other_users,
 )
 
 ROWS = 500_000  # rows that are read and compared for duplicates

@@ -124,6 +124,7 @@ class State:
     minutes: float = 0.0  # of training, over all sessions
     last_validation: int = 0  # the step of the last validation
     validation_loss: float | None = None
+    metrics_bytes: int = 0  # length of metrics.jsonl, to which a resumed run cuts it
 
 
 def train(config: Config) -> Path | None:
@@ -136,7 +137,7 @@ def train(config: Config) -> Path | None:
         return None
 
     # -------- every rank refuses what cannot work, before anything is allocated
-    world = distributed.start(config.device)
+    world = distributed.init(config.device)
     # The ranks agree on a format here; one that refused earlier would leave the others waiting.
     precision = choose_precision(world.device, config.precision, training=True, world=world)
     if config.precision == "auto" and precision.name == "fp16" and config.pipe > 1:
@@ -209,9 +210,9 @@ def train(config: Config) -> Path | None:
                 f"--resume {run.folder}: this run is finished; to continue, increase --epochs, "
                 "--max_steps or --max_minutes"
             )
+        run.record_start(run.config, precision)
         if world.is_main and data.tokenizer:
             data.tokenizer.save_pretrained(run.folder / "tokenizer")
-        run.begin(precision)
         log(f"{total_steps:,} steps in total, {steps_per_epoch:,} per epoch")
 
         # -------- the loop
@@ -224,8 +225,8 @@ def train(config: Config) -> Path | None:
         while True:
             # Between two steps: is it time to validate, save or stop?
             # The slowest clock and any rank's signal count for all ranks, or they would part.
-            minutes = (time.perf_counter() - begun) / 60
-            interrupted, state.minutes = world.maximum(run.interrupted(), minutes)
+            interrupted = run.stop_asked()
+            state.minutes = world.maximum((time.perf_counter() - begun) / 60)[0]
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
             at_validation_step = progress >= 1 or state.step % eval_every == 0
             validation_due = at_validation_step and state.step > state.last_validation
@@ -243,6 +244,7 @@ def train(config: Config) -> Path | None:
                 )
             save_due = validation_due or (interrupted and state.step > saved_step)
             if config.keep and save_due:
+                state.metrics_bytes = run.telemetry.sync()
                 checkpoints.save(run.folder / "checkpoints", layout, optimizer, asdict(state))
                 saved_step = state.step
             if interrupted or progress >= 1:
@@ -290,7 +292,7 @@ def train(config: Config) -> Path | None:
             result |= {
                 "data": "random ids" if config.data == "random" else config.data,
                 "steps": state.step,
-                "interrupted": bool(interrupted),
+                "interrupted": interrupted,
                 "minutes": state.minutes,
                 "loss": loss,
                 "validation_loss": state.validation_loss,

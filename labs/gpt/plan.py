@@ -14,8 +14,7 @@ import torch
 
 from engine.distributed import World
 from engine.errors import UserError
-from engine.memory import GIB
-from engine.preflight import memory_limit
+from engine.memory import GIB, memory_limit
 from labs.gpt.sizes import Sizes
 
 # What a block keeps for its backward pass, in bytes per token and unit of H, by (model, narrow).

@@ -121,7 +121,7 @@ def cells_of(scale: Scale, settings: dict, need_gib: float, outcome: dict) -> li
 
 def main(config: Config) -> None:
     """Plan every scale, train those that fit, and write the table after each one."""
-    device = distributed.start("auto").device
+    device = distributed.init("auto").device
     on_gpu = device.type == "cuda"
     precision = choose_precision(device, config.precision, training=True).name
     cards = torch.cuda.device_count() if on_gpu else 2

@@ -69,7 +69,7 @@ class State:
 def train(config: Config) -> Path:
     """One training run, from the data to the result on the test images. Returns its folder."""
     config = saved_settings(config)
-    world = distributed.start(config.device)  # this process among those of torchrun
+    world = distributed.init(config.device)  # this process among those of torchrun
     device = world.device
     with Run(config, "lenet", world) as run:  # a new folder, or the one to resume
         config, log = run.config, run.log
@@ -115,7 +115,7 @@ def train(config: Config) -> Path:
         batches = training_batches(digits, config, world, state.step)
 
         # -------- the folder becomes a run
-        run.begin(gpu_seconds=1.0)
+        run.record_start(config, gpu_seconds=1.0)
         on_gpu = device.type == "cuda"
         log(f"device: {device}, fp32{', convolutions in TF32 where it has that' if on_gpu else ''}")
         log(str(model))

@@ -141,7 +141,7 @@ def train(config: Config) -> Path:
     if config.preset == "handout":
         fill_in(config, HANDOUT)
     config = saved_settings(config)
-    world = distributed.start(config.device)
+    world = distributed.init(config.device)
     config.check(world.size)
     sequences, vocabulary = load(config)
     with Run(config, "pipeline", world) as run:
@@ -171,7 +171,7 @@ def train(config: Config) -> Path:
         steps_per_epoch = math.ceil(len(sequences) / config.batch_size)
         total_steps = config.max_steps or config.epochs * steps_per_epoch
         log_every = config.log_every or min(steps_per_epoch, 50)
-        run.begin()
+        run.record_start(config)
 
         # -------- the loop
         recorded, speeds = [], []  # events of all ranks (on rank 0), tokens per second
@@ -262,7 +262,8 @@ def save(run: Run, pipeline: Pipeline, optimizer: torch.optim.Optimizer, step: i
     """Save the model of all ranks as one checkpoint (`run.save` would save rank 0's part only)."""
     gathered = gather_model(pipeline, optimizer)
     if gathered:
-        checkpoint.save(run.folder / "checkpoints", step, *gathered, {"step": step})
+        state = {"metrics_bytes": run.telemetry.sync()}
+        checkpoint.save(run.folder / "checkpoints", step, *gathered, state)
 
 
 def restore_optimizer(saved: dict, pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> None:

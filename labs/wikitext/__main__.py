@@ -163,7 +163,7 @@ class State:
 def train(config: Config) -> Path:
     """One training run, from the text to the test. Returns its folder."""
     config = saved_settings(config)
-    world = distributed.start(config.device)  # this process among those of torchrun
+    world = distributed.init(config.device)  # this process among those of torchrun
     device = world.device
     with Run(config, "wikitext", world) as run:  # a new folder, or the one to resume
         log = run.log
@@ -205,7 +205,7 @@ def train(config: Config) -> Path:
             state = State(**saved)
 
         # -------- the folder becomes a run
-        run.begin(precision)
+        run.record_start(config, precision)
         if world.is_main:
             vocabulary.save(run.folder)
         for line in (*text.notes, precision.describe(), str(model)):

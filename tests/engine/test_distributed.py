@@ -16,7 +16,7 @@ import torch.distributed as dist
 from conftest import Forked, fork_ranks, free_port
 
 from engine import distributed
-from engine.distributed import World, adopt_srun, first_machine, process_grid, start
+from engine.distributed import World, adopt_srun, first_machine, init, process_grid
 from engine.errors import UserError
 
 SRUN = {
@@ -57,7 +57,7 @@ def environment(monkeypatch):
 @pytest.mark.parametrize("variables", [{}, TORCHRUN])
 def test_a_single_process(environment, variables):
     environment(**variables)
-    world = start("cpu")
+    world = init("cpu")
     assert world == World(0, 1, torch.device("cpu")) and world.is_main and not dist.is_initialized()
     values = torch.tensor([1.0, -2.0])
     assert world.sum(values) is values and values.tolist() == [1.0, -2.0]
@@ -70,9 +70,9 @@ def test_a_single_process(environment, variables):
 def test_an_incomplete_environment_is_named(environment):
     environment(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
     with pytest.raises(UserError, match=r"^LOCAL_RANK, MASTER_PORT missing in the environment; "):
-        start("cpu")
+        init("cpu")
     environment(LOCAL_RANK="0", MASTER_PORT="1")  # another program's
-    assert start("cpu").size == 1
+    assert init("cpu").size == 1
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
@@ -80,13 +80,13 @@ def test_an_environment_without_numbers(environment, name):
     for value in ("", "two", "-1"):
         environment(**{**TORCHRUN, name: value})
         with pytest.raises(UserError, match=f"must be numbers, not .*{value}.*; use torchrun"):
-            start("cpu")
+            init("cpu")
 
 
 def test_a_rank_beyond_the_world_size(environment):
     environment(**{**TORCHRUN, "RANK": "2", "WORLD_SIZE": "2"})
     with pytest.raises(UserError, match="RANK 2 must be below WORLD_SIZE 2"):
-        start("cpu")
+        init("cpu")
 
 
 # ---------------------------------------------------------------- SLURM
@@ -107,6 +107,23 @@ def test_srun_sets_what_torchrun_would():
     adopt_srun(other_task)
     adopt_srun(other_step)
     assert other_task["MASTER_PORT"] == found["MASTER_PORT"] != other_step["MASTER_PORT"]
+
+
+def test_steps_that_run_at_once_have_ports_of_their_own():
+    """A user's jobs have numbers that follow each other, and each a few steps."""
+    ports = set()
+    for job, step in product(range(1234, 1244), range(7)):
+        found = SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        adopt_srun(found)
+        ports.add(found["MASTER_PORT"])
+    assert len(ports) == 10 * 7
+
+
+@pytest.mark.parametrize("tasks, most", [("2(x3),1", "2"), ("1,3(x2)", "3"), ("4", "4")])
+def test_machines_with_unlike_numbers_of_tasks(tasks, most):
+    found = SRUN | {"SLURM_STEP_TASKS_PER_NODE": tasks}
+    adopt_srun(found)
+    assert found["LOCAL_WORLD_SIZE"] == most
 
 
 def test_the_users_own_meeting_place_stays():
@@ -205,13 +222,42 @@ def test_every_call_of_on_main_waits_for_rank_0(two_worlds):
         rank_1.on_main(lambda: None)
 
 
+def test_a_restart_by_torchrun_does_not_see_the_keys_of_the_dead(environment, monkeypatch):
+    """torchrun keeps its store. Rank 1 would take an old key for rank 0's new one."""
+    kept = dist.HashStore()
+    monkeypatch.setattr(distributed, "rendezvous", lambda *_, **__: iter([(kept, 1, 2)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(distributed, "KEPT_GROUPS", [])
+    environment(**TORCHRUN, LOCAL_WORLD_SIZE="2")
+    stores = []
+    for attempt in (0, 1):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        stores.append(distributed.join(1, 2, torch.device("cpu")))
+    stores[0].set("on_main/0", "")
+    assert stores[0].check(["on_main/0"]) and not stores[1].check(["on_main/0"])
+
+
+def test_sharding_gathers_one_layer_at_a_time(monkeypatch):
+    """Without it the whole model would be gathered at once, which is what sharding is to avoid."""
+    sharded = []
+    monkeypatch.setattr(
+        "torch.distributed.fsdp.fully_shard", lambda part, mesh: sharded.append(part)
+    )
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *_: None)
+    layer = torch.nn.TransformerEncoderLayer(8, 2)
+    inside = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 8), inside)
+    World(0, 2, torch.device("cpu")).shard(model, print)
+    assert sharded == [*inside.layers, model]
+
+
 def check_collectives() -> None:
     """Runs in each of three processes."""
 
     def refuse():
         raise UserError("no")
 
-    world = start("cpu")
+    world = init("cpu")
     rank = int(os.environ["RANK"])
     assert (world.rank, world.size, world.is_main) == (rank, 3, rank == 0)
     assert "gloo" in dist.get_backend()

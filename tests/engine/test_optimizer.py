@@ -8,9 +8,10 @@ import torch.distributed as dist
 from conftest import fork_ranks
 from torch import nn
 
-from engine import distributed, optimizer
+from engine import distributed, muon
 from engine.distributed import full_tensor
-from engine.optimizer import ADAMW, Muon, make_optimizer, orthogonal
+from engine.muon import Muon, orthogonal
+from engine.optimizer import ADAMW, make_optimizer
 from engine.precision import Precision
 
 SHAPES = [(8, 24), (24, 8), (8, 8), (8, 8)]
@@ -49,9 +50,9 @@ def test_muon_takes_the_matrices_inside_and_adamw_the_rest():
 @pytest.mark.parametrize("found_inf", [None, torch.tensor(0.0)])
 def test_moves_as_pytorchs_muon_and_adamw(found_inf):
     matrices, others, gradients = weights_with_gradients(4)
-    muon = torch.optim.Muon(matrices, 1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    theirs = torch.optim.Muon(matrices, 1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, 1e-2, **ADAMW)
-    expected = take_steps([muon, adamw], [*matrices, *others], gradients)
+    expected = take_steps([theirs, adamw], [*matrices, *others], gradients)
     matrices, others, gradients = weights_with_gradients(4)
     ours = Muon(matrices, others, 1e-2, torch.bfloat16)
     ours.found_inf = found_inf
@@ -123,15 +124,15 @@ def round_differently() -> None:
     # oneDNN and MKL read these before their first product; the result is the same on old machines,
     # so Muon's products are computed in fp64 as well.
     os.environ.update(ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2")
-    exact = optimizer.orthogonal
-    optimizer.orthogonal = lambda matrices, dtype: exact(matrices, torch.float64).to(dtype)
+    exact = muon.orthogonal
+    muon.orthogonal = lambda matrices, dtype: exact(matrices, torch.float64).to(dtype)
 
 
 def compare_the_ranks() -> None:
     """In each of two processes: train with DDP and FSDP2, then compare the weights of both."""
     if os.environ["RANK"] == "1":
         round_differently()
-    world = distributed.start("cpu")
+    world = distributed.init("cpu")
     for sharded in (False, True):
         for name in ("muon", "adamw"):
             torch.manual_seed(0)

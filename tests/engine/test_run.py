@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -16,7 +17,7 @@ import torch
 
 from engine import run as run_module
 from engine.checkpoint import steps
-from engine.config import command, flag
+from engine.config import beside, command, flag
 from engine.distributed import World
 from engine.errors import UserError
 from engine.precision import Precision
@@ -69,7 +70,7 @@ def train(kill_after: int = 0, **settings) -> tuple[Run, torch.nn.Module]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.lr, fused=True)
         precision = Precision(ALONE.device, "fp32", "")
         state = run.restore(model, optimizer, precision) or {"step": 0, "total": 0.0}
-        run.begin()
+        run.record_start(run.config)
         for step in range(state["step"] + 1, run.config.steps + 1):
             inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
             loss = model(inputs).square().mean()
@@ -107,6 +108,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one():
     assert "resumed after step 3" in log and "stopped after step 6: all steps are done" in log
     assert "to resume" not in log
     first, second = json.loads((run.folder / "environment.json").read_text())
+    assert first["kind"] == second["kind"] == "toy"
     # Not None: rounded to a tenth, they may be 0.
     assert first["seconds"] >= 0 and second["seconds"] >= 0
 
@@ -139,6 +141,60 @@ def test_settings_made_in_python_keep_to_the_bounds():
     assert not Path("runs/b").exists()
 
 
+def test_the_best_checkpoint_of_an_earlier_session_stays():
+    """However many are saved after it, and although no later one is better."""
+    sessions = [({"run": "a"}, range(1, 4)), ({"resume": "runs/a"}, range(4, 9))]
+    for settings, numbers in sessions:
+        with start(**settings) as run:
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.AdamW(model.parameters())
+            run.restore(model, optimizer)
+            run.record_start(run.config)
+            for step in numbers:
+                run.save(step, model, optimizer, {}, best=step == 2, keep=2)
+    assert steps(run.folder / "checkpoints") == [2, 7, 8]
+    assert os.readlink(run.folder / "checkpoints/best") == "step-2"
+
+
+def test_the_record_of_every_session_stays():
+    train(run="a", kill_after=1)
+    for step in (2, 3):
+        train(resume="runs/a", kill_after=step)
+    sessions = json.loads(Path("runs/a/environment.json").read_text())
+    assert len(sessions) == 3 and all(session["seconds"] is not None for session in sessions)
+
+
+@pytest.mark.parametrize("error", [None, UserError("a mistake"), RuntimeError()])
+def test_a_rank_with_an_error_does_not_wait_for_the_others(error, monkeypatch):
+    """They may be in another collective, where they wait for it."""
+    stopped = []
+    monkeypatch.setattr(World, "stop", lambda world: stopped.append(world.rank))
+    with contextlib.suppress(UserError, RuntimeError), start(run="a"):
+        if error:
+            raise error
+    assert stopped == ([] if error else [0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_outcome_for_run_sh(rank, monkeypatch, tmp_path):
+    with start(run="a") as run:
+        run.config.device = "cuda:1"
+        run.world = World(rank, 2, ALONE.device)
+        run.write_outcome("finished")  # nobody asked
+        monkeypatch.setenv("RUN_OUTCOME", str(tmp_path / "outcome.json"))
+        run.write_outcome("interrupted", "only a sample")
+    if rank:
+        assert not (tmp_path / "outcome.json").exists()
+        return
+    (line,) = (tmp_path / "outcome.json").read_text(encoding="utf-8").splitlines()
+    assert json.loads(line) == {
+        "folder": "runs/a",
+        "outcome": "interrupted",
+        "device": "cuda:1",
+        "notice": "only a sample",
+    }
+
+
 def test_weights_that_are_not_finite_are_never_saved():
     """The gradient was finite, the optimizer spoilt the weights: the checkpoint before is kept."""
 
@@ -166,7 +222,7 @@ def test_another_models_checkpoint_is_refused():
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again():
     with start(run="a") as run:
-        run.begin()
+        run.record_start(run.config)
     with start(resume="runs/a") as run:
         assert run.restore(torch.nn.Linear(3, 1)) is run.saved_state is None
 
@@ -207,7 +263,7 @@ def test_a_name_with_a_slash_is_a_path_for_every_flag():
 
 def test_two_processes_do_not_write_to_one_run():
     with start(run="a") as run:
-        run.begin()
+        run.record_start(run.config)
         with pytest.raises(UserError, match="in use by another process"):
             start(resume="runs/a")
     with start(resume="runs/a"):  # the end of the block unlocks it
@@ -221,30 +277,36 @@ def test_a_second_start_of_one_name_leaves_the_folder_of_the_first():
         with pytest.raises(UserError, match="in use by another process"):
             start(run="a")
         assert {path.name: path.read_bytes() for path in Path("runs/a").iterdir()} == kept
-        run.begin()
+        run.record_start(run.config)
     assert Path("runs/a/config.json").exists()
 
 
-def test_what_fails_before_the_run_begins_leaves_only_what_was_there():
+def test_what_fails_before_the_run_begins_takes_only_what_it_wrote(capsys):
+    """Neither what was there nor what the user puts there meanwhile."""
     there = Path("runs/a")
     there.mkdir(parents=True)
     for name in ("notes.txt", "train.log"):
         (there / name).write_text("mine\n")
-    for name in ("a", "b"):
+    Path("runs/empty").mkdir()
+    for name in ("a", "b", "c", "empty"):
         with pytest.raises(UserError), start(run=name) as run:
             run.log("hello")
-            (run.folder / "tokenizer").mkdir()
-            (run.folder / "tokenizer/x").touch()
-            (run.folder / "model.json").touch()
+            if name != "c":
+                (run.folder / "later").mkdir()
+                (run.folder / "later" / "x").touch()
+            if name == "empty":
+                shutil.rmtree(run.folder / "later")
             raise UserError("no data")
-    assert {path.name for path in there.iterdir()} == {"notes.txt", "train.log"}
+    assert {path.name for path in there.iterdir()} == {"notes.txt", "train.log", "later"}
     assert (there / "train.log").read_text().startswith("mine\n")
-    assert not Path("runs/b").exists()
+    assert (there / "later" / "x").exists()
+    assert [path.name for path in Path("runs/b").iterdir()] == ["later"]
+    assert not Path("runs/c").exists() and not list(Path("runs/empty").iterdir())
 
 
 def test_the_command_to_continue_means_this_run():
     with start(run="./my run") as run:
-        run.begin()
+        run.record_start(run.config)
     with pytest.raises(UserError, match=r"run my run exists; .* with --resume './my run'$"):
         start(run="./my run")
 
@@ -278,7 +340,7 @@ def test_a_signal_asks_the_run_to_stop_and_the_handlers_come_back(number):
     before = handlers()
     with start(run="a") as run:
         assert handlers() == before
-        run.begin()
+        run.record_start(run.config)
         assert not run.stop_asked()
         signal.raise_signal(number)
         assert (
@@ -289,7 +351,7 @@ def test_a_signal_asks_the_run_to_stop_and_the_handlers_come_back(number):
     log = Path("runs/a/train.log").read_text()
     assert "stopped after step 7: interrupted" in log and "--resume runs/a" in log
     with pytest.raises(UserError), start(run="b") as run:
-        run.begin()
+        run.record_start(run.config)
         raise UserError("a mistake")
     assert handlers() == before and Path("runs/b/config.json").exists()  # what has begun stays
 
@@ -297,7 +359,7 @@ def test_a_signal_asks_the_run_to_stop_and_the_handlers_come_back(number):
 def test_a_run_under_nohup_outlives_its_terminal():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with start(run="a") as run:
-        run.begin()
+        run.record_start(run.config)
         signal.raise_signal(signal.SIGHUP)
         assert not run.stop_asked()
 
@@ -317,9 +379,11 @@ def test_a_run_under_nohup_outlives_its_terminal():
 def test_the_resume_command_names_the_launcher(monkeypatch, environment, typed):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["/somewhere/script.py"])
+    monkeypatch.setattr(sys, "argv", ["some where/script.py"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    assert command() == typed
+    as_typed = typed.replace("script.py", "'some where/script.py'")
+    assert command() == as_typed
+    assert beside("other.py") == "python 'some where/other.py'"
     monkeypatch.setattr(
         sys.modules["__main__"], "__spec__", SimpleNamespace(name="labs.toy.__main__")
     )
@@ -327,6 +391,7 @@ def test_the_resume_command_names_the_launcher(monkeypatch, environment, typed):
         "python script.py", "python -m labs.toy"
     )
     assert command() == of_a_lab
+    assert beside("other.py") == "python other.py"
 
 
 @pytest.mark.parametrize("world_size, lives", [("2", True), ("1", False)])
@@ -355,9 +420,9 @@ def test_a_gpus_load_is_among_the_curves_and_nvidia_smi_is_kept(monkeypatch, tmp
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
     with open_run(config(run="a"), World(0, 1, torch.device("cuda", 0))) as run:
-        run.begin()
+        run.record_start(run.config)
         for step, seconds in enumerate((0, 5.1, 9), start=1):
-            run.begun = time.perf_counter() - seconds
+            run.training_started = time.perf_counter() - seconds
             run.scalars(step, {"train/loss": 1.0})
         run.close("finished", 3)
     assert metrics("a")[0] == {"step": 1, "train/loss": 1.0, "gpu/utilisation_percent": 97.0}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule import learning_rate, progress, warmup_steps
+from engine.schedule import is_validation_step, learning_rate, progress, warmup_steps
 
 
 def rates(total: int, asked: int = 1000) -> list[float]:
@@ -20,6 +20,39 @@ def test_by_hand():
     assert rates(40)[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
     assert rates(40, asked=2)[:3] == pytest.approx([0.5, 1, 1])
     assert rates(20_000)[499] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    "asked, total, steps", [(1000, 29, 2), (1000, 30, 3), (1000, 5, 1), (3, 1000, 3), (7, 70, 7)]
+)
+def test_the_warm_up_is_at_most_a_tenth(asked, total, steps):
+    assert warmup_steps(asked, total) == steps
+
+
+def validations(total: int, eval_every: int, steps_per_epoch: int, first_total: int = 0) -> list:
+    """The steps at which a run of `total` steps validates, after one of `first_total`."""
+    steps = [first_total]
+    for step in range(first_total + 1, total + 1):
+        done, before = progress(step, total), progress(steps[-1], total)
+        if is_validation_step(step, done, before, eval_every, steps_per_epoch):
+            steps.append(step)
+    return steps[1:]
+
+
+def test_when_to_validate():
+    assert validations(100, 40, 10) == [40, 80, 100]
+    assert validations(283, 0, 60) == [48, 96, 144, 192, 240, 250, 283]  # the run on the sample
+    assert validations(2400, 0, 300) == list(range(300, 2401, 300))  # once an epoch
+    assert validations(2000, 0, 60) == list(range(250, 2001, 250))  # and not more often
+    assert validations(1200, 0, 1000) == [200, 400, 600, 800, 1000, 1200]
+    assert validations(600, 0, 1000) == [100, 200, 300, 400, 500, 600]
+    # A finished run goes on to twice its length: no old share of the run counts.
+    assert validations(1200, 0, 10**4, first_total=600) == [800, 1000, 1200]
+
+
+@given(total=st.integers(26, 5000), steps_per_epoch=st.integers(1, 5000))
+def test_a_curve_has_six_points(total, steps_per_epoch):
+    assert len(validations(total, 0, steps_per_epoch)) >= 6
 
 
 @given(total=st.integers(1, 5000), asked=st.integers(1, 5000))

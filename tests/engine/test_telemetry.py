@@ -40,10 +40,14 @@ def curve(run, tag: str) -> list[tuple[int, float]]:
     return points
 
 
+LENGTHS = {0: 0}  # step → length of metrics.jsonl after it, as its checkpoint would have it
+
+
 def write(run, steps, resume_step=None, value=1.0) -> tm.Telemetry:
-    telemetry = tm.Telemetry(run, resume_step=resume_step)
+    telemetry = tm.Telemetry(run, resume_step, LENGTHS.get(resume_step, 0))
     for step in steps:
         telemetry.scalars(step, {"loss/train": value * step, "speed/tokens_per_second": 5})
+        LENGTHS[step] = telemetry.sync()
     return telemetry
 
 
@@ -71,14 +75,16 @@ def test_a_resumed_run_leaves_one_curve_in_both_files(tmp_path):
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_validation_that_is_repeated_has_one_record(tmp_path):
-    tag = "valid/loss"
+def test_a_resumed_run_keeps_what_was_written_when_its_checkpoint_was_saved(tmp_path):
+    """Of one step, too: the validation after the save is repeated, so its record goes."""
     killed = write(tmp_path, range(1, 5))
-    for step in (2, 4):
-        killed.scalars(step, {tag: 1.0})
-    tm.Telemetry(tmp_path, resume_step=4, last_validation=2).close()  # saved before validating
-    assert [record["step"] for record in records(tmp_path) if tag in record] == [2]
-    assert [record["step"] for record in records(tmp_path) if tag not in record] == [1, 2, 3, 4]
+    length = killed.sync()
+    assert length == (tmp_path / "metrics.jsonl").stat().st_size
+    killed.scalars(4, {"valid/loss": 1.0})
+    resumed = tm.Telemetry(tmp_path, 4, length)
+    resumed.scalars(4, {"valid/loss": 2.0})
+    assert resumed.sync() == (tmp_path / "metrics.jsonl").stat().st_size
+    assert [record.get("valid/loss") for record in records(tmp_path)] == [None] * 4 + [2.0]
 
 
 def test_torn_ends_of_both_files_are_dropped(tmp_path):

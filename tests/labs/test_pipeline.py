@@ -136,7 +136,7 @@ def with_group(name, rank: int, ranks: int, folder: Path, work):
     hours = timedelta(minutes=30)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=hours)
     world = World(rank, ranks, CPU, store)
-    lab.distributed.start = lambda _: world  # for `train`, which leaves the group itself
+    lab.distributed.init = lambda _: world  # for `train`, which leaves the group itself
     result = work(world)
     if dist.is_initialized():
         dist.destroy_process_group()

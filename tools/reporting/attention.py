@@ -9,8 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from data import Collate
+from model import Translator, cross_attention
+from text.cleaning import normalise
+from text.subwords import encode, special_ids
 from tools.reporting.fonts import families
 
+WIDEST = 60  # tokens of a sentence in a picture
 LONGEST_GROUP = 5  # tokens: a space and the bytes of a character in UTF-8
 END = "end"
 
@@ -24,6 +29,24 @@ class Attention:
     source_words: list[str]
     target_words: list[str]
     weights: np.ndarray  # (target words, source words); each row sums to 1
+
+
+def attention_of(
+    model: Translator, tokenizers: tuple, source: str, translation: str, widest: int = WIDEST
+) -> Attention:
+    """Which source words the last decoder layer looked at for each word of the translation.
+
+    Both texts are cut to `widest` tokens, and to what the model has positions for.
+    """
+    texts = (normalise(source), translation)
+    longest = min(widest, model.config.max_length - 1)  # and an end token
+    # One token more than is used: it shows `in_words` that the text was cut.
+    ids = [encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)]
+    source_ids, target_ids = map(special_ids, tokenizers)
+    collate = Collate(source_ids, target_ids)
+    batch = collate([tuple(side[:longest] for side in ids)]).to(model.output.weight.device)
+    weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0]  # (T, S)
+    return in_words(*texts, tokenizers, ids, weights.float().cpu().numpy())
 
 
 def in_words(source: str, translation: str, tokenizers, ids, weights: np.ndarray) -> Attention:

@@ -12,12 +12,11 @@ from loading import load_trained
 from text.bleu import sentence_scores
 from text.cleaning import REASONS
 from tools.reporting import figures
-from tools.reporting.attention import picture
+from tools.reporting.attention import attention_of, picture
 from tools.reporting.comparing import shared_results
 from tools.reporting.page import Page
 from tools.reporting.reading import SAMPLE_NOTE, Fact, RunFiles, rows_of
 from tools.reporting.words import Words
-from validation import attention_of
 
 EXAMPLES = 3  # of the best, the middle and the worst translations each
 WIDEST = 20  # tokens of a sentence in a picture of attention, which fits the page

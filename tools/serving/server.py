@@ -31,7 +31,7 @@ from text.cleaning import normalise
 from text.reading import sample_notice
 from text.sentences import join, sentences
 from text.subwords import encode
-from validation import attention_of
+from tools.reporting.attention import attention_of
 
 LONGEST_TEXT = 20_000  # characters, about ten pages
 MOST_HYPOTHESES = 10

@@ -11,8 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine import micro_batches as module
-from engine.micro_batches import fewest_micro_batches, micro_batches_that_fit
+import micro_batches as module
+from data import Collate
+from engine.distributed import World
+from micro_batches import fewest_micro_batches, micro_batches_that_fit
+from text.rows import flatten
 
 CUDA = torch.device("cuda")
 
@@ -62,17 +65,29 @@ def test_other_errors_are_not_taken_for_it(error):
 
 
 class Loss(torch.nn.Linear):
-    """Notes the rows of each batch, and how many tensors of `reserved` there are meanwhile."""
+    """Notes the source lengths of each batch, and how many reserved tensors there are meanwhile."""
 
     def __init__(self, reserved: list):
         super().__init__(3, 2)
         self.reserved = reserved
         self.calls = []
 
-    def forward(self, rows):
+    def forward(self, src, src_pad, *_):
         alive = sum(tensor() is not None for tensor in self.reserved)
-        self.calls.append((rows.tolist(), alive))
+        self.calls.append(((~src_pad).sum(1).tolist(), alive))
         return self.weight.sum() + self.bias.sum(), None
+
+
+class Pairs:
+    """24 pairs: `number` tokens on both sides of pair `number`, counted from 1."""
+
+    def __init__(self):
+        lengths = np.arange(1, 25, dtype=np.int32)
+        self.lengths = {"source": lengths, "target": lengths}
+
+    def take(self, indices):
+        rows = flatten([[3] * (index + 1) for index in indices])
+        return rows, rows
 
 
 @pytest.fixture
@@ -86,6 +101,8 @@ def loss_of(monkeypatch) -> Loss:
         return made
 
     monkeypatch.setattr(torch, "empty_like", noted)
+    ids = {"pad": 0, "bos": 1, "eos": 2}
+    monkeypatch.setattr(module, "collate_for", lambda prepared: Collate(ids, ids))
 
     def fewest(trial, device):
         for micro_batches in (1, 2, 4):
@@ -97,32 +114,41 @@ def loss_of(monkeypatch) -> Loss:
 
 
 def fit(loss_of: Loss, others_need: int = 0) -> int:
-    """As one of two ranks, with two steps of 16 and 8 pairs."""
+    """As one of two ranks, with a device that says it is a GPU."""
 
-    def collate(rows):
-        return SimpleNamespace(to=lambda device: SimpleNamespace(inputs=[rows]))
+    class PretendedGpu(World):
+        def maximum(self, found):
+            return [max(found, others_need)]
 
-    world = SimpleNamespace(
-        size=2, device=torch.device("cpu"), maximum=lambda found: [max(found, others_need)]
-    )
-    pairs = SimpleNamespace(take=lambda rows: rows)
-    precision = SimpleNamespace(autocast=nullcontext)
-    steps = [np.arange(16), np.arange(8)]
-    return micro_batches_that_fit(loss_of, precision, pairs, steps, collate, world)
+    device = SimpleNamespace(type="cuda")
+    batch_to = "data.Batch.to"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batch_to, lambda batch, device: batch)
+        prepared = SimpleNamespace(train=Pairs())
+        precision = SimpleNamespace(autocast=nullcontext)
+        world = PretendedGpu(0, 2, device)
+        return micro_batches_that_fit(lambda: loss_of, prepared, 200, precision, world)
 
 
 def test_a_trial_needs_as_much_as_training(loss_of):
-    """This rank's share of a step; three more tensors for each weight. No gradient is left."""
+    """This rank's share of the heaviest step; three more tensors for each weight."""
     assert fit(loss_of) == 4
-    shares = [list(range(count)[:: 2 * parts]) for parts in (1, 2, 4) for count in (16, 8)]
-    assert loss_of.calls == [(share, 6) for share in shares]
-    assert all(weight.grad is None for weight in loss_of.parameters())
+    # The most padded tokens that fit 200, longest first: of the widths 19 to 25, eos included.
+    widest = [lengths for lengths, _ in loss_of.calls[: len(loss_of.calls) // 3]]
+    assert all(alive == 6 for _, alive in loss_of.calls)
+    parts = len(loss_of.calls) // 3
+    for number, lengths in enumerate(widest):
+        assert lengths == sorted(lengths, reverse=True)
+        for trial, micro_batches in enumerate((1, 2, 4)):
+            share, _ = loss_of.calls[trial * parts + number]
+            assert share == lengths[::micro_batches]
+    assert max(len(lengths) * lengths[0] for lengths in widest) > 60  # half of a step of 200
 
 
 def test_all_ranks_get_the_number_of_the_rank_that_needs_most(loss_of):
     assert fit(loss_of, others_need=8) == 8
 
 
-def test_a_sharded_model_is_not_tried(loss_of, monkeypatch):
-    monkeypatch.setattr("engine.micro_batches.is_sharded", lambda module: module is loss_of)
-    assert fit(loss_of) == 1 and not loss_of.calls
+def test_a_cpu_tries_nothing():
+    world = World(0, 1, torch.device("cpu"))
+    assert micro_batches_that_fit(None, None, 200, None, world) == 1

@@ -1,8 +1,6 @@
-"""What a machine can do, measured before a run: GPUs, memory, disk, and the speed of a step."""
+"""What a machine can do, measured for `--check`: GPUs, memory, disk, and the speed of a step."""
 
-import math
 import os
-import resource
 import shutil
 import statistics
 import time
@@ -13,7 +11,7 @@ from pathlib import Path
 import torch
 
 from engine.errors import UserError
-from engine.memory import GIB, forget_peak, held_gib, size_in
+from engine.memory import GIB, forget_peak, held_gib
 from engine.meters import nvml_of
 
 IN_USE = 0.1  # share of a GPU's memory that the driver and a screen do not need
@@ -107,38 +105,6 @@ def peak_of(work: Callable) -> float:
     forget_peak()
     work()
     return held_gib()
-
-
-def memory_limit(device: torch.device) -> float:
-    """GiB that this process can hold in all, with what it holds already."""
-    if device.type == "cuda":
-        return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) / GIB
-    limit = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
-    free = size_in(Path("/proc/meminfo"), "MemAvailable")
-    if free is not None:
-        limit = free + int(held_gib("VmRSS") * GIB)
-    return min(limit, cgroup_limit()) / GIB
-
-
-def cgroup_limit(
-    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
-) -> float:
-    """Bytes that a container or a job of SLURM may hold (control groups, version 2), or infinity.
-
-    A group is a folder below `root`; `own` names ours. A folder above it may set a lower limit.
-    """
-    group = root
-    with suppress(OSError):
-        for line in own.read_text(encoding="utf-8").splitlines():
-            if line.startswith("0::/"):  # the line of version 2
-                group = root / line.removeprefix("0::/")
-    limits = [math.inf]
-    for folder in (group, *group.parents):
-        with suppress(OSError, ValueError):  # no such file, or "max": no limit
-            limits.append(int((folder / "memory.max").read_text(encoding="utf-8")))
-        if folder == root:
-            break
-    return min(limits)
 
 
 def check_disk(folder: Path, needed: int) -> None:
