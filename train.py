@@ -435,7 +435,7 @@ def load_data(config: Config, run: Run) -> tuple[Prepared, Config]:
     Rank 0 makes the ids, in the cache beside the runs; all ranks read them.
     """
     if config.max_minutes:
-        run.log("note: preparing the data is not part of --max_minutes; training begins after it")
+        run.log("note: preparing the data and the last validation are not part of --max_minutes")
     folder, data, tokenizer = run.world.on_main(
         lambda: find_and_prepare(config, run.cache, run.log)
     )
