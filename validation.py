@@ -20,10 +20,12 @@ from engine.tables import markdown_table
 from model import Translator, cross_attention
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
+from text.selection import evenly_spaced
 from text.subwords import encode, special_ids
 from tools.reporting.attention import Attention, in_words, picture
 
-BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py scores all rows
+# Of the validation split, evenly spaced, translated each time; evaluate.py scores all rows.
+BLEU_ROWS = 500
 SAMPLES = 3
 WIDEST = 60  # tokens of a sentence in a picture of attention
 
@@ -66,7 +68,8 @@ class Validation:
         """
         model = unsharded(self.model)
         loss = self.loss(model, self.batches)
-        rows = self.prepared.validation_rows[:BLEU_ROWS]
+        # From all over the split: a file may hold several corpora in turn.
+        rows = evenly_spaced(self.prepared.validation_rows, BLEU_ROWS)
         translations = self.translate(model, rows)
         if translations is None:  # another rank than 0
             return loss, None
@@ -84,7 +87,8 @@ class Validation:
         self.run.telemetry.figure("cross-attention", step, picture(attention))
         self.run.log(
             f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity(loss):.1f}  "
-            f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}"
+            f"BLEU {bleu:.2f} (greedy, smoothed, {len(rows)} of "
+            f"{len(self.prepared.validation_rows):,} rows, evenly spaced)  e.g. {texts[0][:80]!r}"
         )
         return loss, bleu
 
