@@ -56,7 +56,7 @@ from text.reading import (
     is_sample,
     short,
 )
-from text.rows import SIDES, Rows, TokenizedPairs, TokenWriter, add_token, flatten, places_of
+from text.rows import SIDES, Rows, TokenizedPairs, TokenWriter, add_token, flatten, pad
 from text.selection import (
     MIN_VALIDATION_ROWS,
     evenly_spaced,
@@ -84,7 +84,10 @@ class TextSettings:
     @classmethod
     def of(cls, config) -> "TextSettings":
         """Those of the settings of train.py that have these names."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+        values = {}
+        for field in fields(cls):
+            values[field.name] = getattr(config, field.name)
+        return cls(**values)
 
     def for_pairs(self, pairs: int) -> "TextSettings":
         """The same with automatic vocabulary sizes filled in, for this number of training pairs.
@@ -171,8 +174,8 @@ def _clean_and_tokenise(
 def _load_held_out(text: ParallelText, log: Callable) -> dict[str, list[tuple[str, str]]]:
     """The raw rows of validation and test; those of `missing_splits` are cut from train.
 
-    Raises `UserError` for a file that has no rows, or none with a text on both sides. This includes
-    test, which is scored only hours later.
+    Raises `UserError` for a file without rows, or without a row that has both sides. This includes
+    the test file, which is scored only after the training.
     """
     held_out = held_out_rows(text)
     for split, rows in held_out.items():
@@ -183,7 +186,10 @@ def _load_held_out(text: ParallelText, log: Callable) -> dict[str, list[tuple[st
                 f"{text.path}: the {split} split has no rows; add rows, or remove the file: "
                 "then another split takes its place"
             )
-        empty = sum(not (normalise(source) and normalise(target)) for source, target in rows)
+        empty = 0
+        for source, target in rows:
+            if not normalise(source) or not normalise(target):
+                empty += 1
         if empty == len(rows):
             raise UserError(
                 f"{text.path}: every row of the {split} split has an empty side; add the texts"
@@ -204,7 +210,7 @@ def _require_pairs(text: ParallelText, counts: Counter) -> None:
 
 def _train_tokenizers(clean_file: Path, pairs: int, settings: TextSettings, log: Callable) -> dict:
     """A tokenizer for each side, trained on at most TOKENIZER_LINES evenly spaced sentences."""
-    sizes = settings.for_pairs(pairs)
+    sizes = asdict(settings.for_pairs(pairs))
     step = math.ceil(pairs / TOKENIZER_LINES)  # one pair in this many is read
     count = math.ceil(pairs / step)
     tokenizers = {}
@@ -213,8 +219,9 @@ def _train_tokenizers(clean_file: Path, pairs: int, settings: TextSettings, log:
         with clean_file.open(encoding="utf-8") as file:
             # A pair has two lines, so the next pair that is read begins 2 * step lines later.
             lines = islice(file, first_line, None, 2 * step)
-            sentences = (line.rstrip("\n") for line in lines)
-            tokenizers[side] = train_tokenizer(sentences, getattr(sizes, f"{side}_vocab"))
+            sentences = [line.rstrip("\n") for line in lines]
+        size = sizes[f"{side}_vocab"]
+        tokenizers[side] = train_tokenizer(sentences, size)
     return tokenizers
 
 
@@ -269,15 +276,16 @@ def _tokenise_validation(
         # One token more than is kept shows which sentences are cut.
         lines = [normalise(text) for text in texts]
         encoded = encode(tokenizers[side], lines, max_length)
+        shortened = [ids[:longest] for ids in encoded]
+        writer.write(side, flatten(shortened))
         cut = sum(len(ids) > longest for ids in encoded)
         if cut:
             log(f"validation: {cut} {side} sentences are cut to {longest} tokens for the loss")
-        shortened = [ids[:longest] for ids in encoded]
-        writer.write(side, flatten(shortened))
     writer.close()
     with (folder / "validation.jsonl").open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row) + "\n")
+            line = json.dumps(row)
+            file.write(f"{line}\n")
 
 
 # ------------------------------------------------------------------------ the cache: tokenise once
@@ -352,7 +360,8 @@ def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str
     data = absolute_path(data)
     settings = TextSettings.of(config)
     settings = replace(settings, tokenizer=absolute_path(settings.tokenizer))
-    if settings.tokenizer and max(settings.source_vocab, settings.target_vocab) > 0:
+    sizes_given = settings.source_vocab or settings.target_vocab
+    if settings.tokenizer and sizes_given:
         log("note: --source_vocab and --target_vocab have no effect with --tokenizer")
 
     text = find_text(data, config.source, config.target, log)
@@ -417,8 +426,11 @@ def _load_if_intact(folder: Path) -> Prepared | None:
 def load_prepared(folder: Path) -> Prepared:
     """Read what `prepare` wrote to `folder`. The caller handles the errors of a damaged one."""
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    lines = (folder / "validation.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [tuple(json.loads(line)) for line in lines]
+    rows = []
+    with (folder / "validation.jsonl").open(encoding="utf-8") as file:
+        for line in file:
+            source, target = json.loads(line)
+            rows.append((source, target))
     validation = TokenizedPairs(folder / "validation")
     if len(rows) != len(validation):
         raise ValueError(f"validation.jsonl has {len(rows)} rows, not {len(validation)}")
@@ -505,11 +517,11 @@ class BucketSampler(Sampler[np.ndarray]):
 
     def epoch_plan(self, epoch: int) -> Iterator[np.ndarray]:
         """The pairs of each step of an epoch, over all ranks."""
-        order, steps = self._plan(epoch)
+        pairs, steps = self._plan(epoch)
         for step in steps:
             first = self.bounds[step]
             end = self.bounds[step + 1]
-            yield order[first:end]
+            yield pairs[first:end]
 
     def _draw_plan(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The pairs in order of length, (pairs,), and the steps in random order, (steps,)."""
@@ -519,7 +531,9 @@ class BucketSampler(Sampler[np.ndarray]):
         pairs = np.arange(len(self.source), dtype=np.int32)
         pairs = random.permutation(pairs)
         by_length = _order_by_length(self.source[pairs], self.target[pairs])
-        return pairs[by_length], random.permutation(self.steps_per_epoch)
+        pairs = pairs[by_length]
+        steps = random.permutation(self.steps_per_epoch)
+        return pairs, steps
 
     def _steps_after(self, step: int) -> Iterator[np.ndarray]:
         """The pairs of each step after `step`, over all ranks, without end."""
@@ -562,7 +576,11 @@ class BucketSampler(Sampler[np.ndarray]):
             loads.append((layers, logits, attention))
         heaviest = np.argmax(loads, axis=0).tolist()
         heaviest = dict.fromkeys(heaviest)  # one step is often the heaviest in several ways
-        return [steps[index][::-1] for index in heaviest]
+        longest_first = []
+        for index in heaviest:
+            pairs = steps[index]
+            longest_first.append(pairs[::-1])
+        return longest_first
 
 
 def _order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -672,7 +690,7 @@ class Collate:
         #     tgt_in   bos a b c
         #     tgt_out  a   b c eos
         inputs = add_token(target, self.target_ids["bos"], at_start=True)
-        tgt_in, target_positions = self._pad(inputs, self.target_ids["pad"])
+        tgt_in, target_positions = pad(inputs, self.target_ids["pad"])
         tgt_out = add_token(target, self.target_ids["eos"]).ids
         return Batch(
             src=src,
@@ -694,20 +712,11 @@ class Collate:
         if not isinstance(sources, Rows):
             sources = flatten(sources)
         sources = add_token(sources, self.source_ids["eos"])
-        src, positions = self._pad(sources, self.source_ids["pad"])
+        src, positions = pad(sources, self.source_ids["pad"])
         # Set by the positions, not by `src == pad`: some tokenizers use one id for pad and eos.
         src_pad = np.ones(src.shape, bool)
         src_pad.ravel()[positions] = False
         return torch.from_numpy(src), torch.from_numpy(src_pad)
-
-    def _pad(self, rows: Rows, pad: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows -> a matrix, (B, width), and the positions of their tokens in it, flattened."""
-        width = int(rows.lengths.max())
-        matrix = np.full((len(rows.lengths), width), pad, np.int64)
-        first_positions = np.arange(len(rows.lengths)) * width  # of each row
-        positions = places_of(rows.lengths, first_positions)
-        matrix.ravel()[positions] = rows.ids
-        return matrix, positions
 
 
 def collate_for(prepared: Any) -> Collate:

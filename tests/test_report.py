@@ -143,6 +143,8 @@ def shows(text: str, value) -> bool:
     """Whether the text is the value, rounded as the text is."""
     if isinstance(value, str | bool):
         return text == str(value)
+    if isinstance(value, list):
+        return all(shows(*each) for each in zip(text.split(", "), value, strict=True))
     units = {"%": 100, " min": 1 / 60}
     value *= next((factor for unit, factor in units.items() if text.endswith(unit)), 1)
     number = NUMBER.search(text)[0].replace(",", "")

@@ -36,12 +36,12 @@ def corpus_bleu(references: list[str], hypotheses: list[str], smooth: bool = Fal
     `smooth` is for the training curve only: a model that has just begun to learn matches no four
     tokens in a row and would score 0.
     """
-    check_sentences(references, hypotheses)
+    _check_sentences(references, hypotheses)
     metric = sacrebleu_metric(references)
-    return nltk_bleu(tokens_of(references, metric), tokens_of(hypotheses, metric), smooth)
+    return _nltk_bleu(tokens_of(references, metric), tokens_of(hypotheses, metric), smooth)
 
 
-def check_sentences(references: list[str], hypotheses: list[str]) -> None:
+def _check_sentences(references: list[str], hypotheses: list[str]) -> None:
     """Raise ValueError for a wrong shape, for which nltk would silently return a wrong score."""
     for name, sentences in (("references", references), ("hypotheses", hypotheses)):
         if isinstance(sentences, str) or not isinstance(sentences, Sequence):
@@ -90,7 +90,7 @@ def tokens_of(sentences: list[str], metric) -> list[list[str]]:
     return [metric.tokenizer(sentence.rstrip()).split() for sentence in sentences]
 
 
-def nltk_bleu(references: list[list[str]], hypotheses: list[list[str]], smooth: bool) -> float:
+def _nltk_bleu(references: list[list[str]], hypotheses: list[list[str]], smooth: bool) -> float:
     """nltk's corpus BLEU of token lists, 0–100."""
     from nltk.translate import bleu_score
 
@@ -108,7 +108,7 @@ def nltk_bleu(references: list[list[str]], hypotheses: list[list[str]], smooth: 
     return 100.0 * score if score > 1e-50 else 0.0
 
 
-def count_as_nltk(metric) -> None:
+def _count_as_nltk(metric) -> None:
     """Make a sacreBLEU metric count the n-grams of very short hypotheses as nltk does."""
     count = metric._compute_segment_statistics  # sacreBLEU has no public name for it
 
@@ -131,7 +131,7 @@ class ScoredTexts:
     """Translations beside their references. The figures of the card are computed from it."""
 
     def __init__(self, references: list[str], hypotheses: list[str]):
-        check_sentences(references, hypotheses)
+        _check_sentences(references, hypotheses)
         self.references = references
         self.hypotheses = hypotheses
         self.metric = sacrebleu_metric(references)
@@ -148,7 +148,7 @@ class ScoredTexts:
     @cached_property
     def reported(self) -> float:
         """nltk's BLEU."""
-        return nltk_bleu(tokens_of(self.references, self.metric), self.tokens, smooth=False)
+        return _nltk_bleu(tokens_of(self.references, self.metric), self.tokens, smooth=False)
 
     @cached_property
     def resampled(self):
@@ -158,7 +158,7 @@ class ScoredTexts:
         more than 20,000 rows.
         """
         unsmoothed = sacrebleu_metric(self.references, smooth="none")
-        count_as_nltk(unsmoothed)
+        _count_as_nltk(unsmoothed)
         # sacreBLEU holds 40 bytes for each row of each resample: fewer of them bound the memory.
         resamples = min(1000, max(20, 20_000_000 // len(self.references)))
         return self.score(unsmoothed, n_bootstrap=resamples)
@@ -300,15 +300,15 @@ def card_lines(card: dict[str, Any]) -> list[str]:
 
 def labelled(label: str, text: str) -> list[str]:
     """A line of the card, or several if the text is long."""
-    return wrapped(text, f"{label:<{LABEL_WIDTH}}")
+    return _wrapped(text, f"{label:<{LABEL_WIDTH}}")
 
 
 def note(text: str) -> list[str]:
     """A remark below the card, in lines."""
-    return wrapped(text, "note: ")
+    return _wrapped(text, "note: ")
 
 
-def wrapped(text: str, first: str) -> list[str]:
+def _wrapped(text: str, first: str) -> list[str]:
     """Lines of at most `CARD_WIDTH` characters, but no word is cut; `first` begins the first."""
     return textwrap.wrap(
         text,
@@ -358,7 +358,7 @@ def paired_bootstrap(references: list[str], systems: dict[str, list[str]]) -> li
     from sacrebleu.significance import PairedTest
 
     for hypotheses in systems.values():
-        check_sentences(references, hypotheses)
+        _check_sentences(references, hypotheses)
     metrics = {"BLEU": sacrebleu_metric(references), "chrF2": CHRF()}
     _, scores = PairedTest(list(systems.items()), metrics, [references], test_type="bs")()
     compared = []

@@ -3,9 +3,7 @@
 numpy then works on all sentences at once, and a file of ids needs no parsing.
 
     rows = flatten([[5, 6], [8]])                  # Rows(ids=[5, 6, 8], lengths=[2, 1])
-    padded = np.zeros((2, 3), int)                 # 2 sentences, padded to 3 tokens
-    padded.ravel()[places_of(rows.lengths, np.array([0, 3]))] = rows.ids
-    padded                                         # [[5, 6, 0], [8, 0, 0]]
+    matrix, positions = pad(rows, 0)               # [[5, 6], [8, 0]], [0, 1, 2]
 """
 
 import os
@@ -64,6 +62,20 @@ def add_token(rows: Rows, token: int, at_start: bool = False) -> Rows:
     ids = np.full(lengths.sum(), token, np.int64)
     ids[places_of(rows.lengths, starts)] = rows.ids
     return Rows(ids, lengths)
+
+
+def pad(rows: Rows, token: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows as a matrix, (B, width), filled up with `token`, and where their ids stand in it.
+
+    The positions are those of the flattened matrix, (N,). The width is that of the longest row.
+    """
+    count = len(rows.lengths)
+    width = int(rows.lengths.max())
+    matrix = np.full(count * width, token, np.int64)
+    first_positions = width * np.arange(count)  # of each row
+    positions = places_of(rows.lengths, first_positions)
+    matrix[positions] = rows.ids
+    return matrix.reshape(count, width), positions
 
 
 class TokenWriter:
