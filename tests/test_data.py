@@ -198,9 +198,8 @@ def test_a_cache_of_another_user_is_one_line(toy, tmp_path, monkeypatch):
 
 
 def flags(**changes) -> SimpleNamespace:
-    defaults = dict(data="", source="zh", target="en", tokenizer="")
-    sizes = dict(source_vocab=300, target_vocab=300, max_length=512)
-    return SimpleNamespace(**defaults | sizes | changes)
+    defaults = dict(data="", source="zh", target="en")
+    return SimpleNamespace(**defaults | asdict(TextSettings(300, 300)) | changes)
 
 
 def test_a_tokenizer_folder_serves_both_sides(toy, tmp_path, monkeypatch):

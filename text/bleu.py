@@ -234,7 +234,7 @@ FIGURES = [
     Figure(
         "precisions",
         "n-gram precisions",
-        "1 至 4 元精确率",
+        "n 元精确率",
         ".1f",
         lambda texts: list(texts.resampled.precisions),
     ),
@@ -254,8 +254,8 @@ FIGURES = [
     # Hypotheses that nltk and sacreBLEU count differently.
     Figure(
         "short",
-        "below 4 tokens",
-        "不足 4 个词的句数",
+        "below four tokens",
+        "不足四个词的句数",
         ",",
         lambda texts: sum(len(tokens) < 4 for tokens in texts.tokens),
     ),
