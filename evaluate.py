@@ -245,8 +245,9 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
 def fingerprint_of_training(run: Path) -> dict[str, str]:
     """That of the data that the run was trained on; {} if it is not known."""
     try:
-        return json.loads((run / "data.json").read_text(encoding="utf-8"))["fingerprint"]
-    except (OSError, ValueError, KeyError):  # handed on without it
+        described = json.loads((run / "data.json").read_text(encoding="utf-8"))
+        return dict(described["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):  # handed on without it, or damaged
         return {}
 
 
