@@ -1,14 +1,15 @@
 """The data of the lab, from text files to batches of token ids. Read it from top to bottom.
 
 load       find the files, read their rows         text/reading.py, text/formats.py, `datasets`
-clean      drop pairs that are not translations    text/cleaning.py
+clean      drop pairs that are not translations    text/cleaning.py, text/selection.py
 tokenise   texts -> token ids                      text/subwords.py
-Dataset    token ids in flat arrays on disk        TokenizedPairs
+Dataset    token ids in flat arrays on disk        TokenizedPairs in text/rows.py
 cache      keep all this for later runs            prepare, Prepared
 batches    pairs of similar length, padded         BucketSampler, Collate
 
     text = find_text("/opt/minidataset")               # load
-    prepared = prepare(text, Path("runs/.cache"))      # clean, tokenise: once, then from the cache
+    # clean, tokenise: once, then from the cache
+    prepared = prepare(text, Path("runs/.cache"), TextSettings())
     sampler = BucketSampler(prepared.train.lengths, tokens_per_batch=4096)
     batches = batches_of(prepared.train, sampler, collate_for(prepared), 0, torch.device("cpu"))
     batch = next(batches)                              # a Batch; batch.src is (B, S)
