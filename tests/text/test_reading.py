@@ -410,8 +410,12 @@ def test_default_path(monkeypatch):
 def test_only_the_sample_and_copies_of_it_are_called_the_sample(tmp_path):
     shutil.copytree(ROOT / "sample", tmp_path / "copy")
     (tmp_path / "file").mkdir()
-    shutil.copy(ROOT / "sample/test-00000-of-00001.parquet", tmp_path / "file/news.parquet")
-    for path in (ROOT / "sample", tmp_path / "copy", tmp_path / "file"):
+    test_file = ROOT / "sample/test-00000-of-00001.parquet"
+    shutil.copy(test_file, tmp_path / "file/news.parquet")
+    (tmp_path / "beside").mkdir()  # a training file of one's own beside it
+    write_parquet(tmp_path / "beside/train.parquet", TRAIN)
+    shutil.copy(test_file, tmp_path / "beside/test.parquet")
+    for path in (ROOT / "sample", tmp_path / "copy", tmp_path / "file", tmp_path / "beside"):
         assert is_sample(find_text(str(path)))
     write_jsonl(tmp_path / "x.jsonl", TRAIN)
     assert not is_sample(find_text(str(tmp_path / "x.jsonl")))
