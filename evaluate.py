@@ -103,7 +103,7 @@ def evaluate(config: Config) -> None:
     world = distributed.start(checked(config).device)
     log = log_of(config, world)
     trained, precision, begin = load_for_decoding(config, config.average, world, log)
-    scored = world.on_main(lambda: choose_rows(config, trained))
+    scored = world.on_main(lambda: choose_rows(config, trained, log))
     log(f"{trained.name}: {scored.data}, split {scored.split}, {len(scored.rows):,} rows")
     if config.out:
         world.on_main(lambda: check_writable(Path(config.out)))
@@ -179,7 +179,7 @@ class Scored:
         return [reference for _, reference in self.rows]
 
 
-def choose_rows(config: Config, trained: Trained) -> Scored:
+def choose_rows(config: Config, trained: Trained, log: Callable = print) -> Scored:
     """Apply the rule for the split, and note for the card what it did.
 
     The first of these is scored:
@@ -198,7 +198,7 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
     columns = [config.source or run_columns[0], config.target or run_columns[1]]
     if columns[0] == columns[1]:
         raise UserError(f"--source and --target are both {columns[0]}; name two columns")
-    text = find_text(path, columns[0], columns[1])
+    text = find_text(path, columns[0], columns[1], log)
     split = config.split or split_to_score(text)  # the rule; train.py uses the same function
 
     # The data of the run: in the same place, or a copy anywhere.

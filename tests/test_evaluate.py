@@ -170,10 +170,17 @@ def test_a_copy_of_the_sample_is_called_the_sample(run_of, tmp_path):
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_the_score_alone_and_the_figures_for_programs(toy_run, evaluate, capsys, quiet):
-    settings = dict(limit=20, quiet=quiet, json=not quiet)
-    output = evaluate(toy_run, **settings)
-    saved = read_score(toy_run / "runs/toy", "test-greedy-first20")
+def test_the_score_alone_and_the_figures_for_programs(tiny_run, tmp_path, evaluate, quiet):
+    run = shutil.copytree(tiny_run, tmp_path / "run", symlinks=True)
+    shutil.rmtree(run / "eval", ignore_errors=True)
+    data = tmp_path / "pairs"
+    data.mkdir()
+    lines = ["zh\ten", *map("\t".join, PAIRS[:9])]
+    (data / "pairs.tsv").write_text("\n".join(lines), encoding="utf-8")
+    (data / "stats.json").write_text("{}")  # is not read, which is logged
+    output = evaluate(tmp_path, ckpt=run, data=data, quiet=quiet, json=not quiet)
+    (score,) = run.glob("eval/*.json")
+    saved = json.loads(score.read_text(encoding="utf-8"))
     if quiet:
         assert output == f"{saved['nltk']:.2f}\n"
     else:
