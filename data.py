@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from engine.cache import lock_folder, new_folder
 from engine.errors import UserError
+from engine.meters import Announcer
 from engine.signals import leave_signals_to_main
 from engine.telemetry import progress_bar
 from text.cleaning import (
@@ -52,6 +53,7 @@ from text.reading import (
     SAMPLE_NOTICE,
     ParallelText,
     absolute_path,
+    count_rows,
     default_path,
     find_text,
     is_sample,
@@ -126,11 +128,13 @@ def _clean_and_tokenise(
     counts: Counter[str] = Counter()  # rows read, rows kept, rows dropped for each of `REASONS`
     clean_file = folder / "clean.txt"
     pairs = clean_pairs(text, held_out, settings.max_length, counts)
+    announce = Announcer("cleaning", count_rows(text), log)
     with clean_file.open("w", encoding="utf-8") as file:
         # The source on one line, the target on the next: clean text has no line breaks.
         for source, target in progress_bar(pairs, desc="cleaning", unit=" pairs"):
             file.write(f"{source}\n{target}\n")
             counts["kept"] += 1
+            announce(counts["read"])
     _require_pairs(text, counts)
 
     # -------- tokenise
@@ -139,7 +143,8 @@ def _clean_and_tokenise(
     for side in SIDES:
         tokenizers[side].save_pretrained(folder / "tokenizer" / side)
     train = folder / "train"
-    unknown = _tokenise_train(clean_file, train, tokenizers, settings.max_length, counts)
+    announce = Announcer("tokenising", counts["kept"], log)
+    unknown = _tokenise_train(clean_file, train, tokenizers, settings.max_length, counts, announce)
     clean_file.unlink()
     _require_pairs(text, counts)  # again: tokenising drops pairs that are too long in tokens
     if unknown > UNKNOWN:
@@ -227,7 +232,12 @@ def _train_tokenizers(clean_file: Path, pairs: int, settings: TextSettings, log:
 
 
 def _tokenise_train(
-    clean_file: Path, folder: Path, tokenizers: dict, max_length: int, counts: Counter
+    clean_file: Path,
+    folder: Path,
+    tokenizers: dict,
+    max_length: int,
+    counts: Counter,
+    announce: Callable,
 ) -> float:
     """Write the ids of the clean pairs, except those that `worth_keeping` rejects.
 
@@ -237,6 +247,7 @@ def _tokenise_train(
     unknown = 0  # tokens
     total = 0
     bar = progress_bar(total=counts["kept"], desc="tokenising", unit=" pairs")
+    done = 0  # pairs
     counts["kept"] = 0  # counted anew by `worth_keeping`
     with clean_file.open(encoding="utf-8") as file:
         # In chunks, so that memory use does not grow with the data.
@@ -258,6 +269,8 @@ def _tokenise_train(
                 if unknown_id is not None:
                     unknown += np.count_nonzero(ids == unknown_id)
             bar.update(len(kept))
+            done += len(kept)
+            announce(done)
     bar.close()
     writer.close()
     return unknown / max(total, 1)

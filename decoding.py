@@ -1,34 +1,37 @@
-"""Greedy and beam search with a key/value cache, over the weights of a stock `nn.Transformer`.
+"""Greedy and beam search with a key/value cache.
 
-    hypotheses = search(model, sources, collate, beam=5)   # lists of token ids in
-    best = [sentence[0].tokens for sentence in hypotheses]  # lists of token ids out
+    decoder = Decoder(model)                                   # with its current weights
+    hypotheses = search(decoder, sources, collate, beam=5)     # lists of token ids in
+    best = [sentence[0].tokens for sentence in hypotheses]     # lists of token ids out
 
-A decoder layer needs, for one new token, only that token's query and the keys and values of all
-tokens up to it. The stock layers recompute those at every step. Here they are kept in a cache: a
-step projects one token, and only its attention grows with the length. `fast.start` takes the
-same steps faster, in C++, behind the same three methods: `next_tokens`, `top_tokens`, `select`.
-If you change model.py, `step` may no longer compute the same. This is noticed, and `Prefixes` then
-calls model.py itself, without a cache.
+A step calls `Translator.decode` and `Translator.logits` of model.py for one new token of every row,
+so whatever you change there is decoded. Only PyTorch's `nn.TransformerDecoder` is replaced, in a
+copy of the model that shares its weights. A decoder layer needs, for one new token, only that
+token's query and the keys and values of all tokens up to it. The stock layers recompute those at
+every step; `CachedDecoder` keeps them, and fast/ has the same in C++. A decoder of any other class
+gets all tokens so far in every step: slow, but right for every model.
 
 Letters in shape comments: B sentences, K hypotheses of each (greedy search has one), N = B·K rows
 that the decoder sees, S source tokens, T target tokens, D model width, V vocabulary, H heads,
 W = D / H.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import ClassVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import fast
 from data import Collate
 from engine.distributed import World
+from engine.errors import UserError
 from model import Translator
 from text.cleaning import normalise
 from text.subwords import decode, encode, special_ids
@@ -39,59 +42,124 @@ ROWS_PER_BATCH = {"cpu": 128, "cuda": 512}  # hypotheses
 TOKENS_PER_BATCH = {"cpu": 2**15, "cuda": 2**18}  # hypotheses × source tokens with their padding
 CHECK_EVERY = 8  # on a GPU, steps between checks for finished sentences: each check waits for it
 CACHE_ROOM = 32  # target tokens by which a cache grows when it is full
-CHANGED = (
-    "note: decoding is slow: model.py was changed, so every step computes all tokens anew; change "
-    "`step` in decoding.py likewise"
-)
 
 
-# ---------------------------------------------------------------- one step of the decoder
+# ---------------------------------------------------------------- a decoder that keeps a cache
 
 
-@dataclass
-class Cache:
-    """Keys and values of every decoder layer, and the decoder's steps over them.
+class CachedDecoder(nn.TransformerDecoder):
+    """`nn.TransformerDecoder` for one token of each row a call; it keeps keys and values.
 
-    Those of the target, (N, H, T, W), grow by one token each step. Those of the source,
+    Those of the target, (N, H, T, W), grow by one token each call. Those of the source,
     (B, H, S, W), stay as they are and serve all rows of a sentence.
     """
 
-    model: Translator
-    own_keys: list[Tensor]
-    own_values: list[Tensor]
-    source_keys: list[Tensor]
-    source_values: list[Tensor]
-    # (B, 1, 1, S), True = look here: the opposite of the masks of nn.Transformer
-    source_mask: Tensor
     # Greedy search drops finished rows once they are this share; not earlier, because copying the
     # others costs time.
-    drop_at: ClassVar[float] = 0.25
+    drop_at = 0.25
+    length: int  # tokens so far
+    own_keys: list[Tensor]  # of each layer
+    own_values: list[Tensor]
+    source_keys: list[Tensor]  # empty before the first token
+    source_values: list[Tensor]
+    # (B, 1, 1, S), True = look here: the opposite of the masks of nn.Transformer
+    source_mask: Tensor | None
 
-    def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
-        """Feed (N,) tokens at one position; returns the likeliest next ones, (N,)."""
-        return step(self, tokens, position).argmax(-1)
+    @classmethod
+    def of(cls, decoder: nn.TransformerDecoder) -> "CachedDecoder":
+        """The same decoder, with the same weights, and an empty cache."""
+        cached = cls.__new__(cls)
+        cached.__dict__ = dict(decoder.__dict__)
+        cached.length = 0
+        cached.own_keys, cached.own_values = [], []
+        cached.source_keys, cached.source_values = [], []
+        return cached
 
-    def top_tokens(self, tokens: Tensor, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Feed (N,) tokens at one position; returns the likeliest next ones of each, best first.
+    def empty(self) -> "CachedDecoder":
+        """This decoder with a cache of its own, for another batch."""
+        return CachedDecoder.of(self)
 
-        Log-probabilities (N, C) and ids (N, C), with C = `count`, at most V.
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """The next token of each row, (N, 1, D) → (N, 1, D).
+
+        tgt_mask (1, T): the row of this token. `memory` (B, S, D) and its padding are read with the
+        first token only. Raises `NotImplementedError` for what a cache cannot know.
         """
-        log_probabilities = F.log_softmax(step(self, tokens, position), -1)
-        return log_probabilities.topk(min(count, log_probabilities.size(1)))
+        others = (memory_mask, tgt_key_padding_mask)
+        if tgt_mask is None or memory_is_causal or any(mask is not None for mask in others):
+            raise NotImplementedError("a cache needs tgt_mask, and no other mask but padding")
+        if tgt_mask.dtype != torch.bool or tgt_mask.shape != (1, self.length + 1):
+            raise NotImplementedError("a cache needs a boolean tgt_mask with one row")
+        if not self.source_keys:
+            self.keep_source(memory, memory_key_padding_mask)
+        # With the hint PyTorch does not read the mask either.
+        own_mask = None if tgt_is_causal else ~tgt_mask  # True = look here
+        x = tgt
+        for index, layer in enumerate(self.layers):
+            if layer.norm_first:
+                x = x + self.attend_own(layer, layer.norm1(x), own_mask, index)
+                x = x + self.attend_source(layer, layer.norm2(x), index)
+                x = x + feed_forward(layer, layer.norm3(x))
+            else:
+                x = layer.norm1(x + self.attend_own(layer, x, own_mask, index))
+                x = layer.norm2(x + self.attend_source(layer, x, index))
+                x = layer.norm3(x + feed_forward(layer, x))
+        self.length += 1
+        if self.norm is None:
+            return x
+        with torch.autocast(x.device.type, enabled=False):
+            return self.norm(x.to(tgt.dtype))
 
-    def append(
-        self, index: int, position: int, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Keep a layer's key and value of one position, (N, H, 1, W); returns all up to it."""
-        if position == self.own_keys[index].size(2):
+    def keep_source(self, memory: Tensor, padding: Tensor | None) -> None:
+        """Keys and values of the memory (B, S, D) in every layer."""
+        self.source_mask = None if padding is None else ~padding[:, None, None, :]
+        for layer in self.layers:
+            keys, values = project(layer.multihead_attn, memory, "kv")
+            self.source_keys.append(keys)
+            self.source_values.append(values)
+
+    def attend_own(
+        self, layer: nn.TransformerDecoderLayer, x: Tensor, mask: Tensor | None, index: int
+    ) -> Tensor:
+        """Self-attention of the newest token to itself and those before it: (N, 1, D), as result"""
+        query, key, value = project(layer.self_attn, x, "qkv")  # (N, H, 1, W) each
+        keys, values = self.append(index, key, value)
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        return layer.dropout1(join_heads(layer.self_attn, attended))
+
+    def append(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a layer's key and value of one token, (N, H, 1, W); returns all up to it."""
+        if self.length == 0:
+            self.own_keys.append(key[:, :, :0])
+            self.own_values.append(value[:, :, :0])
+        if self.length == self.own_keys[index].size(2):
             room = (0, 0, 0, CACHE_ROOM)
             self.own_keys[index] = F.pad(self.own_keys[index], room)
             self.own_values[index] = F.pad(self.own_values[index], room)
         keys, values = self.own_keys[index], self.own_values[index]
-        keys[:, :, position] = key[:, :, 0]
-        values[:, :, position] = value[:, :, 0]
-        length = position + 1
-        return keys[:, :, :length], values[:, :, :length]
+        keys[:, :, self.length] = key[:, :, 0]
+        values[:, :, self.length] = value[:, :, 0]
+        end = self.length + 1
+        return keys[:, :, :end], values[:, :, :end]
+
+    def attend_source(self, layer: nn.TransformerDecoderLayer, x: Tensor, index: int) -> Tensor:
+        """Attention of the newest token to the source: (N, 1, D) → (N, 1, D)"""
+        keys, values = self.source_keys[index], self.source_values[index]
+        # The K rows of a sentence attend to one source as K queries: it need not be copied.
+        together = x.reshape(keys.size(0), -1, x.size(2))  # (B, K, D)
+        (query,) = project(layer.multihead_attn, together, "q")  # (B, H, K, W)
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=self.source_mask)
+        return layer.dropout2(join_heads(layer.multihead_attn, attended).reshape(x.shape))
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, (sentences, hypotheses): indices into the current rows.
@@ -99,85 +167,24 @@ class Cache:
         A line holds rows of one sentence, one of them perhaps several times. Sentences may be left
         out.
         """
-        rows_per_sentence = len(self.own_keys[0]) // len(self.source_mask)
+        sentences_before = len(self.source_keys[0])
+        rows_per_sentence = len(self.own_keys[0]) // sentences_before
         sentences = rows[:, 0] // rows_per_sentence
         rows = rows.flatten()
         self.own_keys = [keys.index_select(0, rows) for keys in self.own_keys]
         self.own_values = [values.index_select(0, rows) for values in self.own_values]
-        if len(sentences) == len(self.source_mask):
+        if len(sentences) == sentences_before:
             return  # no sentence is left out
         self.source_keys = [keys.index_select(0, sentences) for keys in self.source_keys]
         self.source_values = [values.index_select(0, sentences) for values in self.source_values]
-        self.source_mask = self.source_mask.index_select(0, sentences)
-
-
-@torch.inference_mode()
-def start(model: Translator, src: Tensor, src_pad: Tensor) -> Cache:
-    """Encode (B, S) sources; returns a cache with one row for each."""
-    memory = model.encode(src, src_pad)  # (B, S, D)
-    cache = Cache(
-        model,
-        own_keys=[],
-        own_values=[],
-        source_keys=[],
-        source_values=[],
-        source_mask=~src_pad[:, None, None, :],
-    )
-    for layer in model.transformer.decoder.layers:
-        keys, values = project(layer.multihead_attn, memory, "kv")
-        cache.source_keys.append(keys)
-        cache.source_values.append(values)
-        cache.own_keys.append(keys[:, :, :0])  # no target tokens yet
-        cache.own_values.append(values[:, :, :0])
-    return cache
-
-
-def step(cache: Cache, tokens: Tensor, position: int) -> Tensor:
-    """Feed (N,) tokens at one position; returns logits (N, V) of the next ones.
-
-    The cache grows by one token.
-    """
-    model = cache.model
-    x = model.embed(model.target_embedding, tokens[:, None], position)  # (N, 1, D)
-    decoder = model.transformer.decoder
-    for index, layer in enumerate(decoder.layers):
-        if layer.norm_first:
-            x = x + attend_own(layer, layer.norm1(x), cache, index, position)
-            x = x + attend_source(layer, layer.norm2(x), cache, index)
-            x = x + feed_forward(layer, layer.norm3(x))
-        else:
-            x = layer.norm1(x + attend_own(layer, x, cache, index, position))
-            x = layer.norm2(x + attend_source(layer, x, cache, index))
-            x = layer.norm3(x + feed_forward(layer, x))
-    # In fp32 even under autocast: with bf16's 8 bits, different tokens often get equal logits.
-    hidden = x[:, 0].to(model.output.weight.dtype)  # (N, D)
-    with torch.autocast(x.device.type, enabled=False):
-        return model.output(decoder.norm(hidden))  # (N, V)
-
-
-def attend_own(
-    layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int, position: int
-) -> Tensor:
-    """Self-attention of the newest token over itself and all before it: (N, 1, D) → (N, 1, D)"""
-    query, key, value = project(layer.self_attn, x, "qkv")  # (N, H, 1, W) each
-    keys, values = cache.append(index, position, key, value)
-    attended = F.scaled_dot_product_attention(query, keys, values)
-    return join_heads(layer.self_attn, attended)
-
-
-def attend_source(layer: nn.TransformerDecoderLayer, x: Tensor, cache: Cache, index: int) -> Tensor:
-    """Attention over the encoded source: (N, 1, D) → (N, 1, D)"""
-    keys, values = cache.source_keys[index], cache.source_values[index]
-    # The K rows of a sentence attend to one source as K queries, so that it need not be copied.
-    together = x.reshape(keys.size(0), -1, x.size(2))  # (B, K, D)
-    (query,) = project(layer.multihead_attn, together, "q")  # (B, H, K, W)
-    attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=cache.source_mask)
-    return join_heads(layer.multihead_attn, attended).reshape(x.shape)
+        if self.source_mask is not None:
+            self.source_mask = self.source_mask.index_select(0, sentences)
 
 
 def feed_forward(layer: nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
     """(N, 1, D) → (N, 1, D)"""
-    return layer.linear2(layer.activation(layer.linear1(x)))
+    inner = layer.dropout(layer.activation(layer.linear1(x)))
+    return layer.dropout3(layer.linear2(inner))
 
 
 def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Tensor]:
@@ -188,7 +195,7 @@ def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Ten
     first = "qkv".index(which[0]) * attention.embed_dim
     end = first + len(which) * attention.embed_dim
     weight = attention.in_proj_weight[first:end]
-    bias = attention.in_proj_bias[first:end]
+    bias = None if attention.in_proj_bias is None else attention.in_proj_bias[first:end]
     heads = (len(which), attention.num_heads, attention.head_dim)
     projected = F.linear(x, weight, bias).unflatten(-1, heads)  # (N, T, 1 to 3, H, W)
     return list(projected.permute(2, 0, 3, 1, 4))
@@ -199,117 +206,297 @@ def join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
     return attention.out_proj(x.transpose(1, 2).flatten(2))
 
 
-# ---------------------------------------------------------------- one step of any model
+# ---------------------------------------------------------------- the steps of a batch
 
 
-def plain_start(model: Translator, log: Callable = lambda line: None) -> Callable:
-    """`start` with this model; for a model that was changed `start_without_cache`, with a note."""
-    begin = partial(start, model)
-    if computes_the_same(begin, model):
-        return begin
-    log(CHANGED)
-    return partial(start_without_cache, model)
+class DecoderState(Protocol):
+    """What a search asks of the decoder of one batch."""
 
-
-@torch.inference_mode()
-def computes_the_same(begin: Callable, model: Translator) -> bool:
-    """Whether the steps after begin(src, src_pad) give the probabilities that model.py gives.
-
-    A reader may have changed model.py. The log-probabilities of the likeliest next tokens are
-    compared, for made-up sentences.
-    """
-    config = model.config
-    device = next(model.parameters()).device
-    length = min(12, config.max_length)
-    ids = torch.arange(4 * length, device=device).view(4, length)
-    src = ids % config.source_vocab
-    tgt = ids % config.target_vocab
-    lengths = torch.linspace(1, length, 4, device=device).long()
-    src_pad = torch.arange(length, device=device) >= lengths[:, None]
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")  # no products rounded to TF32 or bf16
-    with restoring_modes(model), torch.autocast(device.type, enabled=False):
-        model.eval()
-        expected = F.log_softmax(model(src, src_pad, tgt), -1)  # (4, T, V)
-        try:
-            steps = begin(src, src_pad)
-            found = [steps.top_tokens(tgt[:, position], position, 64) for position in range(length)]
-        except Exception:  # a layer of another kind has no weights of these names and shapes
-            found = []
-    torch.set_float32_matmul_precision(before)
-    if not found:
-        return False
-    log_probabilities, best = (torch.stack(parts, 1) for parts in zip(*found))  # (4, T, C)
-    expected = expected.gather(2, best)
-    difference = (log_probabilities - expected).norm()
-    spread = (expected - expected.mean(2, keepdim=True)).norm()
-    # Rounding alone gives about 1e-6 of the spread. If both are nan, the weights are, and the steps
-    # are not to blame.
-    return not bool(difference > 0.02 * spread)
-
-
-@contextmanager
-def restoring_modes(model: nn.Module) -> Iterator[None]:
-    """Afterwards every module is in training or evaluation mode again, as it was before.
-
-    A part that does not learn may be in evaluation mode while the rest of the model trains.
-    """
-    modes = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-@dataclass
-class Prefixes:
-    """The same steps without a cache: each feeds all tokens so far to `Translator.decode`.
-
-    This is slow, but right for every model.
-    """
-
-    model: Translator
-    memory: Tensor  # (N, S, D)
-    src_pad: Tensor  # (N, S)
-    tokens: Tensor  # (N, T) so far
-    drop_at: ClassVar[float] = 0.0  # as in `Cache`: copying costs little here
+    drop_at: float  # greedy search drops finished rows once they are more than this share
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
-        """As in `Cache`."""
-        return self.logits(tokens).argmax(-1)
+        """Feed (N,) tokens at one position; returns the likeliest next ones, (N,)."""
 
     def top_tokens(self, tokens: Tensor, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """As in `Cache`."""
-        log_probabilities = F.log_softmax(self.logits(tokens), -1)
-        return log_probabilities.topk(min(count, log_probabilities.size(1)))
+        """Feed (N,) tokens at one position; returns the likeliest next ones of each, best first.
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Append (N,) tokens; returns logits (N, V) of the next ones."""
-        self.tokens = torch.cat([self.tokens, tokens[:, None]], 1)
-        hidden = self.model.decode(self.memory, self.src_pad, self.tokens)[:, -1]  # (N, D)
-        with torch.autocast(hidden.device.type, enabled=False):  # as in `step`
-            return self.model.output(hidden.to(self.model.output.weight.dtype))
+        Log-probabilities (N, C) and ids (N, C), with C = `count`, at most V.
+        """
 
     def select(self, rows: Tensor) -> None:
-        """As in `Cache`."""
+        """Keep these rows, (sentences, hypotheses); see `CachedDecoder.select`."""
+
+
+class Steps:
+    """One token a step by `decode` of a model whose decoders keep keys and values."""
+
+    def __init__(
+        self,
+        model: Translator,
+        decoders: list[nn.Module],
+        output: fast.CompiledOutput | None,
+        src: Tensor,
+        src_pad: Tensor,
+    ):
+        self.model = model
+        self.decoders = decoders
+        self.output = output
+        self.memory = model.encode(src, src_pad)  # (N, S, D)
+        self.src_pad = src_pad  # (N, S)
+        self.drop_at = decoders[0].drop_at
+
+    def hidden(self, tokens: Tensor, position: int) -> Tensor:
+        """Feed (N,) tokens at one position; returns the input of `logits`, (N, D)."""
+        hidden = self.model.decode(self.memory, self.src_pad, tokens[:, None], position)[:, 0]
+        if position == 0:
+            # The decoders have kept what they need of the memory, and to copy that of the remaining
+            # rows after every step would cost up to a tenth of it. Should `decode` need it for
+            # anything else, NaN shows it: see `agree`.
+            nothing = self.memory.new_full((1, 1, 1), math.nan)
+            self.memory = nothing.expand(self.memory.shape)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(N, D) → (N, V), in fp32 even under autocast: in bf16 different tokens often tie."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.model.logits(hidden.to(self.model.output.weight.dtype))
+
+    def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
+        """See `DecoderState`."""
+        hidden = self.hidden(tokens, position)
+        if self.output:
+            return self.output.largest(hidden)
+        return self.logits(hidden).argmax(-1)
+
+    def top_tokens(self, tokens: Tensor, position: int, count: int) -> tuple[Tensor, Tensor]:
+        """See `DecoderState`."""
+        hidden = self.hidden(tokens, position)
+        if self.output:
+            return self.output.most_probable(hidden, count)
+        log_probabilities = F.log_softmax(self.logits(hidden), -1)
+        return log_probabilities.topk(min(count, log_probabilities.size(1)))
+
+    def select(self, rows: Tensor) -> None:
+        """See `DecoderState`."""
+        for decoder in self.decoders:
+            decoder.select(rows)
+        self.src_pad = self.src_pad.index_select(0, rows.flatten())
+        self.memory = self.memory[:1].expand(rows.numel(), -1, -1)
+
+
+class Prefixes(Steps):
+    """The same steps without a cache: each feeds all tokens so far, for decoders of any class."""
+
+    def __init__(self, model: Translator, src: Tensor, src_pad: Tensor):
+        self.model = model
+        self.output = None
+        self.memory = model.encode(src, src_pad)  # (N, S, D)
+        self.src_pad = src_pad  # (N, S)
+        self.tokens = src.new_empty(len(src), 0)  # (N, T) so far
+        self.drop_at = 0.0  # copying costs little here
+
+    def hidden(self, tokens: Tensor, position: int) -> Tensor:
+        """See `Steps`."""
+        self.tokens = torch.cat([self.tokens, tokens[:, None]], 1)
+        return self.model.decode(self.memory, self.src_pad, self.tokens)[:, -1]
+
+    def select(self, rows: Tensor) -> None:
+        """See `DecoderState`."""
         rows = rows.flatten()
         self.memory = self.memory.index_select(0, rows)
         self.src_pad = self.src_pad.index_select(0, rows)
         self.tokens = self.tokens.index_select(0, rows)
 
 
-@torch.inference_mode()
-def start_without_cache(model: Translator, src: Tensor, src_pad: Tensor) -> Prefixes:
-    """Encode (B, S) sources; returns `Prefixes` with one row for each."""
-    return Prefixes(model, model.encode(src, src_pad), src_pad, src.new_empty(len(src), 0))
+# ---------------------------------------------------------------- which steps a model can take
+
+
+class Decoder:
+    """A model made ready to decode with its current weights; after a training step make a new one.
+
+    `compiled`: use the C++ of fast/ for the model's encoder, decoder and output layer where it can
+    compute them. `int8`: C++ rounds weights and inputs of linear layers to 8 bits; raises
+    `UserError` where that is not possible. `log` receives a note where decoding is slower than it
+    could be.
+    """
+
+    def __init__(
+        self,
+        model: Translator,
+        *,
+        compiled: bool = True,
+        int8: bool = False,
+        log: Callable[[str], None] = lambda line: None,
+    ):
+        self.model = model
+        self.output: fast.CompiledOutput | None = None
+        decoders = [part for part in model.modules() if isinstance(part, nn.TransformerDecoder)]
+        # PyTorch's modules, and those that stand in their place while decoding.
+        self.replaced: dict[nn.Module, nn.Module] = {}
+        reason = why_no_cache(model, decoders)
+        if not reason:
+            self.replaced = {decoder: CachedDecoder.of(decoder) for decoder in decoders}
+            reason = self.why_no_agreement()
+        if reason:
+            self.replaced = {}
+            log(f"note: decoding is slow: every step computes all tokens anew ({reason})")
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        if not reason and on_cpu and (compiled or int8):
+            reason = self.compile(int8)
+            if reason:
+                log(f"note: decoding is slower than it could be: {reason}")
+        if int8 and (reason or not on_cpu):
+            reason = reason or "the device is not a CPU"
+            raise UserError(
+                "--precision int8 needs Linux, g++, a CPU with AVX-512 VNNI, PyTorch's own layers "
+                f"and sizes that are multiples of 16, but {reason}; use --precision fp32"
+            )
+
+    def compile(self, int8: bool) -> str:
+        """Take C++ for each part that it can compute; returns the first reason against one."""
+        if torch.is_autocast_enabled("cpu"):
+            return "fast/ is not used (the precision is not fp32)"
+        reasons = []
+        for name, part in fast.coders(self.model):
+            reason = fast.why_not_compiled(part, int8)
+            if reason:
+                reasons.append(f"fast/ is not used for {name} ({reason})")
+            elif isinstance(part, nn.TransformerEncoder):
+                self.replaced[part] = fast.CompiledEncoder.of(part, int8)
+            else:
+                self.replaced[part] = fast.CompiledDecoder.of(part, int8)
+        output = self.model.output
+        reason = fast.why_not_compiled(output, int8)
+        if not reason and not fast.can_slice(self.model.logits, output):
+            reason = "`logits` does more than to call it"
+        if reason:
+            reasons.append(f"fast/ is not used for output ({reason})")
+        else:
+            self.output = fast.CompiledOutput(output, int8)
+        return reasons[0] if reasons else ""
+
+    @torch.inference_mode()
+    def start(self, src: Tensor, src_pad: Tensor) -> DecoderState:
+        """Encode (B, S) sources; returns the steps of their decoding, with one row for each."""
+        if not self.replaced:
+            return Prefixes(self.model, src, src_pad)
+        parts = {
+            part: part_here if isinstance(part, nn.TransformerEncoder) else part_here.empty()
+            for part, part_here in self.replaced.items()
+        }
+        decoders = [part for part in parts.values() if isinstance(part, nn.TransformerDecoder)]
+        return Steps(with_parts(self.model, parts), decoders, self.output, src, src_pad)
+
+    @torch.inference_mode()
+    def why_no_agreement(self) -> str:
+        """Why steps with a cache are not the model's own; empty if they are.
+
+        Whatever happens inside the decoder, a cache gives the same. But a reader may have written a
+        `decode` that looks at several positions at once, or at the memory. Made-up sentences are
+        decoded in both ways, and every number is compared.
+        """
+        model = self.model
+        device = next(model.parameters()).device
+        length = min(12, model.config.max_length)
+        ids = torch.arange(4 * length, device=device).view(4, length)
+        src = ids % model.config.source_vocab
+        tgt = ids % model.config.target_vocab
+        lengths = torch.linspace(1, length, 4, device=device).long()
+        src_pad = torch.arange(length, device=device) >= lengths[:, None]
+        with comparing(model):
+            prefixes = Prefixes(model, src, src_pad)
+            steps = self.start(src, src_pad)
+            for position in range(length):
+                expected = prefixes.hidden(tgt[:, position], position)
+                try:
+                    found = steps.hidden(tgt[:, position], position)
+                except Exception as error:
+                    return f"`decode` with one token ends with {type(error).__name__}: {error}"
+                if not same_numbers(found, expected):
+                    return "`decode` of one token is not the end of `decode` of all tokens"
+        return ""
+
+
+def why_no_cache(model: Translator, decoders: list[nn.TransformerDecoder]) -> str:
+    """Why `CachedDecoder` cannot stand for the decoders of this model; empty if it can."""
+    if "first" not in inspect.signature(model.decode).parameters:
+        return "`decode` has no argument `first`"
+    stock = [module for _, module in fast.coders(model)]
+    if not decoders:
+        return "the model has no nn.TransformerDecoder"
+    for decoder in decoders:
+        if decoder not in stock:
+            return f"{type(decoder).__name__} is not nn.TransformerDecoder itself"
+        for layer in decoder.layers:
+            if type(layer) is not nn.TransformerDecoderLayer:
+                return f"{type(layer).__name__} is not nn.TransformerDecoderLayer itself"
+            for attention in (layer.self_attn, layer.multihead_attn):
+                if type(attention) is not nn.MultiheadAttention:
+                    return f"{type(attention).__name__} is not nn.MultiheadAttention itself"
+                if attention.bias_k is not None or attention.add_zero_attn:
+                    return "an attention has additional keys"
+                if attention.in_proj_weight is None or not attention.batch_first:
+                    return "an attention has other sizes or (T, B, D) inputs"
+            called = (decoder, layer, layer.self_attn, layer.multihead_attn)
+            if any(fast.has_hooks(module) for module in called):
+                return "the decoder has a hook"
+    return ""
+
+
+def with_parts(module: nn.Module, parts: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A copy of a model with other modules in the place of some; it shares all weights."""
+    if module in parts:
+        return parts[module]
+    children = {
+        name: None if child is None else with_parts(child, parts)
+        for name, child in module._modules.items()
+    }
+    if all(child is module._modules[name] for name, child in children.items()):
+        return module
+    copy: nn.Module = object.__new__(type(module))
+    copy.__dict__ = module.__dict__ | {"_modules": children}
+    return copy
+
+
+def same_numbers(found: Tensor, expected: Tensor) -> bool:
+    """Whether they differ by rounding only, row by row: (N, D), (N, D).
+
+    Rounding alone gives about 1e-6 of the largest number of a row.
+    """
+    if found.shape != expected.shape:
+        return False
+    limits = 1e-3 * expected.abs().amax(-1, keepdim=True)
+    # If both are nan, the weights are, and the steps are not to blame.
+    both_nan = found.isnan() & expected.isnan()
+    return bool((((found - expected).abs() <= limits) | both_nan).all())
+
+
+@contextmanager
+def comparing(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode and in full precision.
+
+    Afterwards every module is in training or evaluation mode as before: a part that does not learn
+    may be in evaluation mode while the rest of the model trains.
+    """
+    device = next(model.parameters()).device.type
+    modes = {module: module.training for module in model.modules()}
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")  # no products rounded to TF32 or bf16
+    try:
+        with torch.autocast(device, enabled=False):
+            model.eval()
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for module, training in modes.items():
+            module.training = training
 
 
 # ---------------------------------------------------------------- the two searches
 
 
 @torch.inference_mode()
-def greedy(cache: Cache, limits: Tensor, bos: int, eos: int) -> Tensor:
+def greedy(state: DecoderState, limits: Tensor, bos: int, eos: int) -> Tensor:
     """The likeliest token at every step: ids (B, T), padded with eos.
 
     `limits`, (B,), are the most tokens that each sentence may have.
@@ -317,24 +504,24 @@ def greedy(cache: Cache, limits: Tensor, bos: int, eos: int) -> Tensor:
     device = limits.device
     longest = int(limits.max())
     output = torch.full((len(limits), longest), eos, device=device)
-    # A row of the cache for each sentence that is still decoded, and its row in `output`.
+    # A row of the state for each sentence that is still decoded, and its row in `output`.
     sentences = torch.arange(len(limits), device=device)
     tokens = torch.full_like(sentences, bos)
     finished = torch.zeros_like(sentences, dtype=torch.bool)
     for position in range(longest):
-        tokens = cache.next_tokens(tokens, position)
+        tokens = state.next_tokens(tokens, position)
         tokens = tokens.masked_fill(finished, eos)
         output[sentences, position] = tokens
-        at_limit = limits[sentences] == position + 1
-        finished |= (tokens == eos) | at_limit
+        finished |= (tokens == eos) | (limits == position + 1)
         if not should_check(position, device):
             continue
         active = torch.nonzero(~finished).squeeze(1)
         if len(active) == 0:
             break
-        if len(active) < (1 - cache.drop_at) * len(finished):
-            cache.select(active[:, None])
+        if len(active) < (1 - state.drop_at) * len(finished):
+            state.select(active[:, None])
             sentences = sentences[active]
+            limits = limits[active]
             tokens = tokens[active]
             finished = finished[active]
     return output
@@ -365,7 +552,7 @@ def take_hypotheses(tokens: Tensor, index: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def beam_search(
-    cache: Cache, limits: Tensor, bos: int, eos: int, beam: int, length_penalty: float
+    state: DecoderState, limits: Tensor, bos: int, eos: int, beam: int, length_penalty: float
 ) -> tuple[Tensor, Tensor]:
     """The K = `beam` best hypotheses of each sentence, best first.
 
@@ -396,7 +583,7 @@ def beam_search(
     for length in range(1, longest + 1):
         # Each of the K active hypotheses has one continuation that ends it, by eos. So at most K of
         # the 2·K best candidates have ended, and at least K can go on.
-        candidates, parents = expand(cache, active, 2 * beam)
+        candidates, parents = expand(state, active, 2 * beam)
         ended = candidates.tokens[:, :, -1] == eos  # (B, 2K)
         at_limit = limits[sentences] == length  # (B,)
         penalty = length**length_penalty
@@ -408,7 +595,7 @@ def beam_search(
         finished = merge_finished(finished, newly_finished, eos)
 
         # The K best of those that have not ended stay active.
-        width = active.scores.size(1)  # rows of a sentence in the cache: 1, then K
+        width = active.scores.size(1)  # rows of a sentence: 1, then K
         scores = candidates.scores.masked_fill(ended, -math.inf)
         active, chosen = Hypotheses(candidates.tokens, scores).best(beam)
         first_rows = width * torch.arange(len(sentences), device=device)
@@ -428,14 +615,14 @@ def beam_search(
             done = done[remaining]
             if len(sentences) == 0:
                 break
-        cache.select(rows)
+        state.select(rows)
     # The searches for the others, if any, are done now, at the longest limit.
     output[sentences, :, :length] = finished.tokens[:, :, 1:]
     output_scores[sentences] = finished.scores
     return output, output_scores
 
 
-def expand(cache: Cache, active: Hypotheses, count: int) -> tuple[Hypotheses, Tensor]:
+def expand(state: DecoderState, active: Hypotheses, count: int) -> tuple[Hypotheses, Tensor]:
     """The `count` likeliest continuations of each sentence's hypotheses by one token, best first.
 
     Returns them, scored by their log-probabilities, and the index of the active hypothesis that
@@ -443,7 +630,7 @@ def expand(cache: Cache, active: Hypotheses, count: int) -> tuple[Hypotheses, Te
     """
     last_tokens = active.tokens[:, :, -1].flatten()  # (N,)
     position = active.tokens.size(2) - 1
-    log_probabilities, ids = cache.top_tokens(last_tokens, position, count)  # (N, C)
+    log_probabilities, ids = state.top_tokens(last_tokens, position, count)  # (N, C)
     sums = active.scores[:, :, None] + log_probabilities.unflatten(0, active.scores.shape)
     sums = sums.flatten(1)  # (B, K·C)
     scores, index = sums.topk(min(count, sums.size(1)))  # (B, C)
@@ -527,7 +714,7 @@ def plan_for(
 
 
 def search(
-    model: Translator,
+    decoder: Decoder,
     sources: list[list[int]],
     collate: Collate,
     *,
@@ -535,7 +722,6 @@ def search(
     nbest: int = 0,
     length_penalty: float = 1.0,
     batches: list[list[int]] | None = None,
-    begin: Callable | None = None,
     progress: Callable = iter,
 ) -> list[list[Hypothesis]]:
     """Translate token ids, without begin and end: the best hypotheses of each source, best first.
@@ -543,9 +729,9 @@ def search(
     Each source gets one hypothesis, or the `nbest` best, at most `beam`; an empty source gets an
     empty one. With `beam` 1 and no `nbest` the search is greedy and gives no scores.
     `batches`: which sources to translate, all by default; others get an empty hypothesis.
-    `begin`: (src, src_pad) → a cache; `fast.start(model)`, or `plain_start(model)` by default.
     `progress` wraps the batches, as tqdm does.
     """
+    model = decoder.model
     device = next(model.parameters()).device
     model.eval()
     bos = collate.target_ids["bos"]
@@ -553,18 +739,17 @@ def search(
     scored = beam > 1 or nbest > 0
     if batches is None:
         batches = plan_for(model, [len(source) for source in sources], beam)
-    begin = begin or plain_start(model)
 
     def search_batch(batch: list[int]) -> list[list[Hypothesis]]:
         """The hypotheses of the sources with these indices."""
         src, src_pad = collate.pad_sources([sources[index] for index in batch])
         src, src_pad = src.to(device), src_pad.to(device)
         limits = output_limit((~src_pad).sum(1), model.config.max_length)
-        cache = begin(src, src_pad)
+        state = decoder.start(src, src_pad)
         if not scored:
-            ids = greedy(cache, limits, bos, eos)
+            ids = greedy(state, limits, bos, eos)
             return to_hypotheses(ids[:, None], None, limits, eos)
-        ids, scores = beam_search(cache, limits, bos, eos, beam, length_penalty)
+        ids, scores = beam_search(state, limits, bos, eos, beam, length_penalty)
         count = max(1, nbest)
         return to_hypotheses(ids[:, :count], scores[:, :count], limits, eos)
 
@@ -649,7 +834,7 @@ class Translations:
 
 
 def translate_lines(
-    model: Translator,
+    decoder: Decoder,
     source_tokenizer,
     target_tokenizer,
     lines: list[str],
@@ -658,7 +843,6 @@ def translate_lines(
     nbest: int = 0,
     length_penalty: float = 1.0,
     world: World | None = None,
-    begin: Callable | None = None,
     progress: Callable = iter,
 ) -> Translations | None:
     """Translate lines of text; the options are those of `search`.
@@ -666,6 +850,7 @@ def translate_lines(
     With a `world` of several ranks each of them translates some of the batches. Rank 0 returns the
     translations of all lines, the others None.
     """
+    model = decoder.model
     longest = model.config.max_length - 1  # one place is left for the end token
     # One token more than fits shows which sources are cut.
     clean = [normalise(line) for line in lines]
@@ -679,14 +864,13 @@ def translate_lines(
         # Rank 0 plans for all: machines with different numbers of threads would plan differently.
         batches = world.on_main(lambda: batches)[world.rank :: world.size]
     found = search(
-        model,
+        decoder,
         sources,
         collate,
         beam=beam,
         nbest=nbest,
         length_penalty=length_penalty,
         batches=batches,
-        begin=begin,
         progress=progress,
     )
     # This rank's share of the sentences: index -> hypotheses, now with texts.

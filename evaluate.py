@@ -21,7 +21,12 @@ from engine.errors import UserError, run_script
 class Config:
     """Every setting of an evaluation."""
 
-    ckpt: str = flag("", "run, checkpoint folder or weights file; default: the newest run", "What")
+    ckpt: str = flag(
+        "",
+        "run, checkpoint folder or weights file; default: the newest run",
+        "What",
+        first_word=True,
+    )
     data: str = flag("", "data to score; default: the data of the run", "What")
     source: str = flag("", "source column of the data; default: as in the run", "What")
     target: str = flag("", "column with the references; default: as in the run", "What")
@@ -44,6 +49,7 @@ class Config:
         "auto", "number format (auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "How"
     )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
+    fast: bool = flag(True, "faster code for PyTorch's own layers; false: PyTorch alone", "How")
 
     out: str = flag("", "file for the translations, one per line", "Output")
     quiet: bool = flag(False, "print the score alone", "Output")
@@ -102,7 +108,7 @@ def evaluate(config: Config) -> None:
     """
     world = distributed.start(checked(config).device)
     log = log_of(config, world)
-    trained, precision, begin = load_for_decoding(config, config.average, world, log)
+    trained, precision, decoder = load_for_decoding(config, config.average, world, log)
     scored = world.on_main(lambda: choose_rows(config, trained, log))
     log(f"{trained.name}: {scored.data}, split {scored.split}, {len(scored.rows):,} rows")
     if config.out:
@@ -112,14 +118,13 @@ def evaluate(config: Config) -> None:
     begun = time.perf_counter()
     with precision.autocast():
         translations = translate_lines(
-            trained.model,
+            decoder,
             trained.source_tokenizer,
             trained.target_tokenizer,
             scored.sources(),
             beam=config.beam,
             length_penalty=config.length_penalty,
             world=world,
-            begin=begin,
             progress=lambda batches: progress_bar(batches, desc="translating", unit="batch"),
         )
     seconds = time.perf_counter() - begun

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-import fast
 from data import Prepared
+from decoding import Decoder
 from engine import checkpoint
 from engine.distributed import World
 from engine.errors import UserError
@@ -74,10 +74,10 @@ def load_chosen(chosen: Path, average: int = 1) -> Trained:
 
 def load_for_decoding(
     config, average: int, world: World, log: Callable
-) -> tuple[Trained, Precision, Callable]:
+) -> tuple[Trained, Precision, Decoder]:
     """Load what the flags of evaluate.py and translate.py name.
 
-    Returns the model on its device, its precision, and how `decoding.search` begins with it.
+    Returns the model on its device, its precision, and the `Decoder` that searches with it.
     """
     int8 = config.precision == "int8"
     precision = choose_precision(world.device, "fp32" if int8 else config.precision)
@@ -85,11 +85,11 @@ def load_for_decoding(
     chosen = world.on_main(lambda: choose_checkpoint(config.ckpt, average, log))
     trained = load_chosen(chosen, average)
     trained.model.to(world.device)
-    with precision.autocast():  # fast.start asks whether it is on
-        begin = fast.start(trained.model, int8, log)
+    with precision.autocast():  # a Decoder asks whether it is on
+        decoder = Decoder(trained.model, compiled=config.fast, int8=int8, log=log)
     rounded = ", weights and inputs of linear layers rounded to 8 bits" if int8 else ""
     log(f"{precision.describe()}{rounded}")
-    return trained, precision, begin
+    return trained, precision, decoder
 
 
 # ---------------------------------------------------------------- which checkpoint

@@ -7,6 +7,9 @@
 The encoder and the decoder are PyTorch's `nn.Transformer`. This file adds what that class leaves
 to its user: embeddings, positions, masks, the output projection and the loss.
 
+Training, validation and decoding all run this code: what you change here is what runs. fast/
+replaces only the inside of PyTorch's own encoder, decoder and output layer.
+
 Sizes in shape comments:
 
     B  sentence pairs in a batch          D  width of the model (d_model)
@@ -22,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import UserError
+from fast import can_slice, linear_cross_entropy
 
 # In evaluation PyTorch would compute an encoder layer with one fused function that bypasses its
 # attention module: a change of such a module would take effect in training only.
@@ -110,7 +114,6 @@ class Translator(nn.Module):
         self.target_embedding = nn.Embedding(config.target_vocab, config.d_model)
         self.dropout = nn.Dropout(config.dropout)
         self.transformer = build_transformer(config)
-        # (…, D) → (…, V). There is no softmax here: it is a part of the loss.
         self.output = nn.Linear(config.d_model, config.target_vocab)
         # Tied weights (Press and Wolf 2017): the row of a token in the output projection is its
         # embedding. This saves V · D parameters, and both uses train them.
@@ -148,13 +151,19 @@ class Translator(nn.Module):
         src (B, S): source ids; src_pad (B, S): True at padding; tgt_in (B, T): the begin token and
         the target. With `target_positions` (N,), which count in the flattened (B · T), it returns
         only the logits (N, V) of these positions.
+
+        Change `hidden` or `logits` and not this line: training and decoding call those two.
         """
-        return self.output(self.hidden(src, src_pad, tgt_in, target_positions))
+        return self.logits(self.hidden(src, src_pad, tgt_in, target_positions))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(…, D) → (…, V). There is no softmax here: it is a part of the loss."""
+        return self.output(hidden)
 
     def hidden(
         self, src: Tensor, src_pad: Tensor, tgt_in: Tensor, target_positions: Tensor | None = None
     ) -> Tensor:
-        """The input of the output projection: (B, T, D), or (N, D) with `target_positions`.
+        """The input of `logits`: (B, T, D), or (N, D) with `target_positions`.
 
         The arguments are those of `forward`.
         """
@@ -170,16 +179,20 @@ class Translator(nn.Module):
         embedded = self.embed(self.source_embedding, src)
         return self.transformer.encoder(embedded, src_key_padding_mask=src_pad)
 
-    def decode(self, memory: Tensor, src_pad: Tensor, tgt_in: Tensor) -> Tensor:
-        """Memory (B, S, D) and target ids (B, T) → hidden (B, T, D)."""
-        length = tgt_in.size(1)
+    def decode(self, memory: Tensor, src_pad: Tensor, tgt_in: Tensor, first: int = 0) -> Tensor:
+        """Memory (B, S, D) and target ids (B, T) → hidden (B, T, D).
+
+        The ids stand at the positions first, first + 1, … Training passes whole targets. Decoding
+        passes one token at a time, to a decoder that has kept the keys and values of those before.
+        """
+        end = first + tgt_in.size(1)
         return self.transformer.decoder(
-            self.embed(self.target_embedding, tgt_in),
+            self.embed(self.target_embedding, tgt_in, first),
             memory,
-            tgt_mask=self.causal_mask[:length, :length],
-            # True promises that the mask above is causal. PyTorch relies on it: it ignores the mask
-            # and runs its own, faster causal kernel. If you change the mask, write False.
-            tgt_is_causal=True,
+            tgt_mask=self.causal_mask[first:end, :end],
+            # True would promise that the mask is causal; PyTorch would then not read it, and ignore
+            # a change of yours.
+            tgt_is_causal=False,
             memory_key_padding_mask=src_pad,
         )
 
@@ -241,15 +254,13 @@ def sinusoids(length: int, d_model: int) -> Tensor:
 
 
 class SummedLoss(nn.Module):
-    """A translator and its loss in one module, for DDP and torch.compile, which wrap modules.
+    """A translator and its loss in one module, for DDP and torch.compile, which wrap modules."""
 
-    fast/ has the same loss, and train.py and validation.py use its two results.
-    """
-
-    def __init__(self, model: Translator, label_smoothing: float):
+    def __init__(self, model: Translator, label_smoothing: float, sliced: bool = True):
         super().__init__()
         self.model = model
         self.label_smoothing = label_smoothing
+        self.sliced = sliced
 
     def forward(
         self,
@@ -267,16 +278,32 @@ class SummedLoss(nn.Module):
         It is a sum and not a mean, because only the caller knows the number of tokens of all
         micro-batches and ranks to divide by. A mean of means would weigh short batches too much.
         """
+        output = self.model.output
+        if self.sliced and can_slice(self.model.logits, output):
+            # The same numbers as below, without all N · V logits in memory at once.
+            hidden = self.model.hidden(src, src_pad, tgt_in, target_positions)  # (N, D)
+            return linear_cross_entropy(
+                hidden, output.weight, output.bias, tgt_out, self.label_smoothing
+            )
         logits = self.model(src, src_pad, tgt_in, target_positions)  # (N, V)
-        log_p = logits.float().log_softmax(-1)
-        plain = F.nll_loss(log_p, tgt_out, reduction="sum")
-        # Label smoothing ε (section 5.4): the target is the right token with probability 1 - ε,
-        # and with ε a token drawn uniformly from the vocabulary:
-        #     smoothed = (1 - ε) · plain + ε · uniform
-        # F.cross_entropy(label_smoothing=ε) would return the sum of both terms only; the plain
-        # loss, which we report, would then cost a second softmax.
-        uniform = -log_p.mean(-1).sum()
-        return torch.lerp(plain, uniform, self.label_smoothing), plain.detach()
+        return cross_entropy(logits, tgt_out, self.label_smoothing)
+
+
+def cross_entropy(logits: Tensor, tgt_out: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """Logits (N, V) and the right tokens (N,) → summed cross-entropy, (smoothed, plain).
+
+    Label smoothing ε (section 5.4): the target is the right token with probability 1 - ε, and with
+    ε a token drawn uniformly from the vocabulary, so
+
+        smoothed = (1 - ε) · plain + ε · uniform
+
+    `F.cross_entropy(label_smoothing=ε)` would return only that; the plain loss, which we report,
+    would then cost a second softmax.
+    """
+    log_p = logits.float().log_softmax(-1)
+    plain = F.nll_loss(log_p, tgt_out, reduction="sum")
+    uniform = -log_p.mean(-1).sum()
+    return torch.lerp(plain, uniform, label_smoothing), plain.detach()
 
 
 def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) -> float:

@@ -1,22 +1,38 @@
 #!/usr/bin/env bash
-# One command from a fresh machine (Linux, macOS or WSL) to a BLEU card, another to the tests.
-# The second time it is quick.
+# One command from a fresh machine (Linux, macOS or WSL) to a BLEU card, another
+# to the tests. The second time it is quick.
 #
-#   bash run.sh                        install, train, evaluate (data: /opt/minidataset, else sample/)
-#   bash run.sh -- --max_minutes 20    the same; words after -- go to train.py
-#   bash run.sh test                   install and run the tests; words after -- go to pytest
-#   bash run.sh lenet|wikitext|attention|pipeline|collectives|gpt    another lab, and its words
-#   bash run.sh gpu                    on a GPU: are the results right, and how fast are they;
-#                                      writes a file to send back
+#   bash run.sh                      install, train, evaluate
+#                                    (data: /opt/minidataset, else sample/)
+#   bash run.sh -- --max_minutes 20  the same; words after -- go to train.py
+#   bash run.sh test                 install and run the tests; words after --
+#                                    go to pytest
+#   bash run.sh lenet|wikitext|attention|pipeline|collectives|gpt
+#                                    another lab; words after -- are its flags
+#   bash run.sh gpu                  on a GPU: are the results right, and how
+#                                    fast are they; writes a file to send back
+#   bash run.sh --help               this text; -- --help: the flags of train.py
 #
-#   VENV=/path bash run.sh             keep the virtual environment there (default: .venv here)
-#   PROCESSES=4 bash run.sh gpt        processes of gpt (default: 1) or pipeline (default: 2)
-#   TORCH_INDEX_URL=URL bash run.sh    take PyTorch from this index (default: see choose_index)
+#   VENV=/path bash run.sh           keep the virtual environment there
+#                                    (default: .venv here)
+#   PROCESSES=4 bash run.sh gpt      processes of gpt (default: 1) or pipeline
+#                                    (default: 2)
+#   TORCH_INDEX_URL=URL bash run.sh  take PyTorch from this index
+#                                    (default: see choose_index)
 #
-# It works from any directory: paths are relative to that directory, and runs/ is made there.
+# It works from any directory: paths are relative to that directory, and runs/
+# is made there.
 set -euo pipefail
 
-root="$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+case "${1:-}" in --help | -h | help) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; exit ;; esac
+
+# The folder of this file, also where it was started through a link.
+file="${BASH_SOURCE[0]}"
+while [ -L "$file" ]; do
+    target="$(readlink "$file")"
+    case "$target" in /*) file="$target" ;; *) file="$(dirname "$file")/$target" ;; esac
+done
+root="$(CDPATH= cd "$(dirname "$file")" && pwd)"
 case "${1:-}" in "" | -*) verb=train ;; *) verb="$1"; shift ;; esac # bash run.sh --max_minutes 20
 if [ "${1:-}" = "--" ]; then shift; fi
 labs="lenet wikitext attention pipeline collectives gpt"
@@ -197,36 +213,23 @@ fi
 case " $* " in *" --help "* | *" -h "* | *" --check"*) # without training there is nothing to evaluate
     exec "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@" ;;
 esac
-# The name of the run, so that exactly this one is evaluated.
-name= word=
-if [ -n "$settings" ]; then # it may name the run; train.py refuses a wrong file
-    read_name='import pathlib, sys; del sys.path[0]; from engine.config import read_settings
-values = read_settings(pathlib.Path(sys.argv[1]))
-names = [values.get("resume"), values.get("run")]
-print(next((name for name in names if name not in (None, "null", "~", "")), ""))'
-    name="$("$python" -c "$read_name" "$1" 2>/dev/null || true)"
-fi
-for next in "$@" ""; do
-    case "$word" in
-        --run=* | --resume=*) name="${word#*=}" ;;
-        --run | --resume) name="$next" ;;
-    esac
-    word="$next"
-done
-case "$name" in "~/"*) name="$HOME/${name#??}" ;; esac # --run=~/x: the shell leaves it so
-[ -n "$name" ] || { name="$(date +%Y-%m-%d_%H-%M-%S)-$$"; set -- "$@" --run "$name"; }
+# train.py writes there which folder it has trained, how that ended, and on which device.
+export RUN_OUTCOME="$(mktemp)"
+trap 'rm -f "$RUN_OUTCOME"' EXIT
 run "$python" "$root/train.py" ${flags[@]+"${flags[@]}"} "$@"
 
-folder="$name" # with a / it is a path, as for find_run in engine/run.py
-case "$name" in */*) ;; *) [ ! -f "runs/$name/config.json" ] || folder="runs/$name" ;; esac
-[ -f "$folder/train.log" ] || exit 0 # a settings file with `check: true`
-if tail -n 1 "$folder/train.log" | grep -q "to resume:"; then
+read_outcome='import json, sys
+outcome = json.loads(open(sys.argv[1], encoding="utf-8").read() or "{}")
+for name in ("folder", "outcome", "device", "notice"):
+    print(outcome.get(name, ""))'
+{ read -r folder; read -r result; read -r device; read -r notice; } \
+    < <(PYTHONUTF8=1 "$python" -c "$read_outcome" "$RUN_OUTCOME")
+[ -n "$folder" ] || exit 0 # a settings file with `check: true`
+if [ "$result" = interrupted ]; then
     echo "the training was interrupted, so nothing is evaluated" >&2
     exit 130
 fi
-# Where it was trained: the first GPU may be unusable, or in use by others.
-read_device='import json, sys; print(json.load(open(sys.argv[1])).get("device", "auto"))'
-device="$("$python" -c "$read_device" "$folder/config.json")"
+# On the device of the training: the first GPU may be unusable, or in use by others.
 run "$python" "$root/evaluate.py" --ckpt "$folder" --device "$device"
 at="$([ "$PWD" = "$root" ] || printf %q "$root/")" activate="$(printf %q "$venv/bin/activate")"
 cat <<END
@@ -235,9 +238,8 @@ Next:
   tensorboard --logdir runs                    # curves (source $activate first)
   python ${at}translate.py 我昨天买了三本书。          # translate a sentence
   python ${at}evaluate.py --beam 4                  # beam search
+  python ${at}report.py                             # the report of this run
   python ${at}train.py --help                       # every flag
 END
-# A score on the sample must not pass as one on real data: the last line repeats train.py's notice.
-if notice="$(grep -o -m 1 'bundled sample, not WMT19.*' "$folder/train.log")"; then
-    printf '\n%s\n' "$notice"
-fi
+# A score on the sample must not pass as one on real data: train.py's notice is the last line.
+[ -z "$notice" ] || printf '\n%s\n' "$notice"

@@ -99,6 +99,7 @@ class Config:
     keep: int = flag(5, "recent checkpoints to keep, besides the best", "Run", min=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     compile: bool = flag(False, "torch.compile the model", "Run")
+    fast: bool = flag(True, "faster code for PyTorch's own layers; false: PyTorch alone", "Run")
     shard: bool = flag(False, "shard weights, gradients and optimizer state (FSDP2)", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
     seed: int = flag(1, "seed of weights, dropout and data order", "Run", min=0, fixed=True)
@@ -184,12 +185,10 @@ def train(config: Config) -> Path:
         model = Translator(sizes).to(world.device)
         if config.shard:
             world.shard(model, log)
-        if config.compile:
-            loss_of = SummedLoss(model, config.label_smoothing)
-        else:
-            # The same loss, computed faster where that is possible. If it ignores your changes to
-            # model.py, see docs/troubleshooting.md.
-            loss_of = fast.loss(model, config.label_smoothing, precision.dtype, log)
+        if config.fast and not config.compile:
+            # On a CPU, PyTorch's encoder and decoder compute the same in less time.
+            fast.use_kernels(model, precision.dtype, log)
+        loss_of = SummedLoss(model, config.label_smoothing, sliced=config.fast)
         if not config.lr:
             config.lr = default_learning_rate(config)
         weights = list(model.parameters())
@@ -243,6 +242,7 @@ def train(config: Config) -> Path:
             run,
             precision,
             config.tokens_per_batch // sampler.micro_batches,
+            fast=config.fast,
         )
         if world.is_main:
             save_description(run.folder, sizes, prepared)
@@ -384,6 +384,8 @@ def apply_preset(config: Config) -> None:
 
 def load_data(config: Config, run: Run) -> Prepared:
     """Token ids and tokenizers. Rank 0 makes them, in the cache beside the runs; all ranks read."""
+    if config.max_minutes:
+        run.log("note: preparing the data and the last validation are not part of --max_minutes")
     folder, config.data, config.tokenizer = run.world.on_main(
         lambda: find_and_prepare(config, run.cache, run.log)
     )

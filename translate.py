@@ -1,7 +1,7 @@
 """Translate text with a trained model.
 
 python translate.py 今天天气怎么样？                        # the newest run
-python translate.py --ckpt runs/NAME --beam 4 < zh.txt > en.txt
+python translate.py runs/NAME --beam 4 < zh.txt > en.txt   # a run, by its name or folder
 python translate.py                                       # on a terminal: a prompt
 python translate.py --serve                               # a page in the browser
 python translate.py --export DIR                          # the model, for CTranslate2
@@ -20,7 +20,12 @@ class Config:
 
     # ClassVar, so that it is not a flag: the arguments that belong to no flag.
     text: ClassVar[list[str]]
-    ckpt: str = flag("", "run, checkpoint folder or weights file; default: newest run", "Options")
+    ckpt: str = flag(
+        "",
+        "run, checkpoint folder or weights file; default: newest run",
+        "Options",
+        first_word=True,
+    )
     beam: int = flag(1, "beam size; 1: greedy", "Options", min=1, max=1000)
     length_penalty: float = flag(
         1.0, "beam search: a larger value makes longer outputs", "Options", min=0, max=10
@@ -32,6 +37,7 @@ class Config:
         "auto", "number format (auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "Options"
     )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Options")
+    fast: bool = flag(True, "faster code for PyTorch's own layers; false: PyTorch alone", "Options")
     whole_lines: bool = flag(
         False, "translate each line in one piece, as evaluate.py does", "Options"
     )
@@ -93,7 +99,7 @@ def translate(config: Config) -> None:
             )
     world = distributed.start(checked(config).device)
     note = partial(print, file=sys.stderr) if world.is_main else lambda line: None
-    trained, precision, begin = load_for_decoding(config, 1, world, note)
+    trained, precision, decoder = load_for_decoding(config, 1, world, note)
     if config.export:
         from tools.serving.export import export
 
@@ -101,7 +107,7 @@ def translate(config: Config) -> None:
     if config.serve:
         from tools.serving.server import serve
 
-        return serve(trained, precision, begin, config)
+        return serve(trained, precision, decoder, config)
 
     # As the input is, whatever the locale.
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
@@ -113,14 +119,13 @@ def translate(config: Config) -> None:
         pieces = [[line] if whole_lines else sentences(line) for line in lines]
         with precision.autocast():
             translations = translate_lines(
-                trained.model,
+                decoder,
                 trained.source_tokenizer,
                 trained.target_tokenizer,
                 [sentence for line in pieces for sentence in line],
                 beam=config.beam,
                 length_penalty=config.length_penalty,
                 nbest=config.nbest,
-                begin=begin,
                 world=world,
             )
         if translations is not None:  # rank 0 has received those of all ranks
@@ -145,7 +150,8 @@ def print_nbest(nbest: list, first: int) -> None:
     """Print each line's number (from 0), texts and scores, best first, in the format of Moses."""
     for number, hypotheses in enumerate(nbest, first):
         for text, score in hypotheses:
-            print(f"{number} ||| {text} ||| {score:.4f}")
+            # Significant digits: a large --length_penalty makes scores tiny.
+            print(f"{number} ||| {text} ||| {score:.5g}")
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
-import fast
 from data import BucketSampler, Collate, Prepared, collate_for
-from decoding import Translations, translate_lines
+from decoding import Decoder, Translations, translate_lines
 from engine.distributed import full_tensor, is_sharded
 from engine.meters import perplexity
 from engine.precision import Precision
 from engine.run import Run
 from engine.tables import markdown_table
-from model import Translator, cross_attention
+from model import SummedLoss, Translator, cross_attention
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
 from text.selection import evenly_spaced
@@ -43,8 +42,10 @@ class Validation:
         run: Run,
         precision: Precision,
         tokens_per_batch: int,
+        fast: bool = True,
     ):
         self.model = model
+        self.fast = fast
         self.prepared = prepared
         self.collate = collate_for(prepared)
         self.tokenizers = (prepared.source_tokenizer, prepared.target_tokenizer)
@@ -96,7 +97,7 @@ class Validation:
     def loss(self, model: Translator, batches: list[np.ndarray]) -> float:
         """Unsmoothed cross-entropy in nats per token; each rank does its share of the batches."""
         model.eval()
-        loss_of = fast.loss(model, 0.0, self.precision.dtype)
+        loss_of = SummedLoss(model, 0.0, sliced=self.fast)
         totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # loss, tokens
         for indices in batches[self.world.rank :: self.world.size]:
             batch = self.collate(self.prepared.validation.take(indices)).to(self.world.device)
@@ -115,15 +116,14 @@ class Validation:
         On a CPU they are made in fp32, as evaluate.py does. `log` receives a note where decoding
         is slow.
         """
-        begin = fast.start(model, log=log)  # with the weights as they are now
+        decoder = Decoder(model, compiled=self.fast, log=log)  # with the weights as they are now
         on_gpu = self.world.device.type == "cuda"
         with self.precision.autocast() if on_gpu else nullcontext():
             return translate_lines(
-                model,
+                decoder,
                 *self.tokenizers,
                 [source for source, _ in rows],
                 world=self.world,
-                begin=begin,
             )
 
 

@@ -5,7 +5,10 @@ class Config:
     lr: float = flag(1e-3, "peak learning rate", "Training", above=0, below=10)
     preset: str = flag("lab", "model size (lab|base|big)", "Model")     # (a|b): the choices
 
+    ckpt: str = flag("", "run; default: the newest", "What", first_word=True)
+
 config = parse_flags(Config)      # script.py --lr 3e-4, or: script.py settings.yaml --lr 3e-4
+                                  # script.py runs/NAME, or: script.py --ckpt runs/NAME
 """
 
 import argparse
@@ -18,19 +21,24 @@ import operator
 import os
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from engine import VERSION
 from engine.errors import UserError, prepare_process, several_processes, stop
 
 SETTINGS_BYTES = 2**16  # a settings file is no larger
 LARGEST = 2**31 - 1  # whole number, where a flag has no other limit
+LINE = 80  # columns of a terminal
+NO_BREAK = "\u00a0"  # a space at which --help breaks no line
 OTHER_NAMES = {  # what a flag is called in other programs
     "batch_size": "tokens_per_batch",
     "batch": "tokens_per_batch",
     "learning_rate": "lr",
     "num_epochs": "epochs",
     "num_beams": "beam",
+    "num_workers": "workers",
     "output": "out",
     "model": "ckpt",
     "checkpoint": "ckpt",
@@ -56,16 +64,18 @@ def flag(
     max=None,
     below=None,
     fixed=False,
+    first_word=False,
 ):
     """A dataclass field that is a command-line flag, listed under `group` in --help.
 
     Bounds: min ≤ value ≤ max, above < value < below. Where the help names choices as (a|b), the
-    value must be one of them. A `fixed` setting stays the same when a run is resumed.
+    value must be one of them. A `fixed` setting stays the same when a run is resumed. The run that
+    a command reads has `first_word`: `evaluate.py runs/NAME` means `evaluate.py --ckpt runs/NAME`.
     """
     if isinstance(default, int) and max is None and below is None:
         max = LARGEST  # catches a few zeros too many
     bounds = {"min": min, "above": above, "max": max, "below": below}
-    metadata = {"help": help, "group": group, "fixed": fixed, **bounds}
+    metadata = {"help": help, "group": group, "fixed": fixed, "first_word": first_word, **bounds}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -89,9 +99,11 @@ def fill_in(config, preset: dict) -> None:
 def parse_flags(config_class, description: str = "", positional: str | None = None):
     """Parse sys.argv into `config_class`; its attribute `given` names the flags that the user set.
 
-    A first argument ending in .yaml or .json is read as the defaults. With `positional`, words that
-    belong to no flag and all words after `--` are collected in `config.<positional>`; without it
-    they are an error. Mistakes print one line and exit with 2.
+    A first argument ending in .yaml or .json is read as the defaults. The first word that belongs
+    to no flag is the value of the flag with `first_word`, if there is one. With `positional`, all
+    other such words and all words after `--` are collected in `config.<positional>`; then the first
+    word is a run, and a settings file is one, only if it exists. Without `positional` other words
+    are an error. Mistakes print one line and exit with 2.
     """
     prepare_process()
     try:
@@ -110,23 +122,61 @@ def _parse(config_class, description: str, positional: str | None, arguments: li
     if {"--help", "-h"} & set(arguments):
         print(format_help(config_class, description, positional), end="")
         sys.exit(0)
-    if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
+    if "--version" in arguments:
+        print(VERSION)
+        sys.exit(0)
+    if arguments and is_settings_file(arguments[0], must_exist=bool(positional)):
         file = Path(arguments[0])
         arguments = _as_flags(read_settings(file), names, file) + arguments[1:]
-    if positional:
+    run = first_word_of(config_class)
+    if run or positional:
         arguments = _with_values(arguments, fields)
-    parsed, rest = _parser(fields).parse_known_args(arguments)
-    _refuse_unknown(rest, names, positional)
+    parsed, words = _parser(fields).parse_known_args(arguments)
+    _refuse_unknown_flags(words, names, positional)
 
     given = vars(parsed)
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = tuple(value)
+    first = words[0] if words else ""
+    if run and run not in given and first and (is_run(first) or not positional):
+        given[run] = os.path.expanduser(words.pop(0))
+    if words and not positional:
+        raise UserError(f"unexpected argument {words[0]!r}; every setting is a flag (see --help)")
     config = checked(config_class(**given))
     config.given = set(given)
     if positional:
-        setattr(config, positional, rest + words_after)
+        setattr(config, positional, words + words_after)
     return config
+
+
+def first_word_of(config_class) -> str | None:
+    """The name of the flag whose value the first plain word is, or None."""
+    for field in dataclasses.fields(config_class):
+        if field.metadata["first_word"]:
+            return field.name
+    return None
+
+
+def is_settings_file(word: str, must_exist: bool) -> bool:
+    """Whether a first argument is read as a settings file."""
+    if not word.endswith((".yaml", ".yml", ".json")):
+        return False
+    return not must_exist or os.path.isfile(word)
+
+
+def is_run(word: str) -> bool:
+    """Whether the word is the name or folder of a run, a checkpoint folder or a weights file."""
+    if not word:
+        return False
+    # os.path, because Path.is_file raises an error for a text that is too long for a name.
+    for path in (os.path.join("runs", word), os.path.expanduser(word)):
+        if path.endswith((".safetensors", ".pt")) and os.path.isfile(path):
+            return True
+        names = ("config.json", "model.safetensors")
+        if any(os.path.isfile(os.path.join(path, name)) for name in names):
+            return True
+    return False
 
 
 def _parser(fields) -> argparse.ArgumentParser:
@@ -182,17 +232,35 @@ def _with_values(arguments: list[str], fields) -> list[str]:
     return result
 
 
-def _refuse_unknown(words: list[str], names: list[str], positional: str | None) -> None:
-    """Raises `UserError` for the first unknown flag, and without `positional` for any word."""
-    for word in words:
+def _refuse_unknown_flags(words: list[str], names: list[str], positional: str | None) -> None:
+    """Raises `UserError` for the first unknown flag."""
+    for index, word in enumerate(words):
+        name = word.split("=")[0]
+        # A Chinese input method makes —— of two hyphens, and － of one.
+        bare = name.lstrip("-—–－")
         if word.startswith("-") and len(word) > 1:
-            name = word.split("=")[0]
-            advice = nearest(name.lstrip("-"), names, "--")
-            if positional:
+            values = itertools.takewhile(str.isdigit, words[index + 1 :])
+            advice = advice_on(bare, list(values), names, positional)
+            if positional and bare != positional:
                 advice += f"; write -- before {positional} that begins with -"
             raise UserError(f"unknown flag {name}{advice}")
-    if words and not positional:
-        raise UserError(f"unexpected argument {words[0]!r}; every setting is a flag (see --help)")
+        if bare != name and bare.replace("-", "_") in names:
+            raise UserError(f"{name} has dashes of a Chinese input method; type --{bare}")
+
+
+def advice_on(word: str, values: list[str], names: list[str], positional: str | None) -> str:
+    """What to type in place of an unknown flag, as the end of a sentence.
+
+    `values`: the numbers that follow it.
+    """
+    if word in ("gpu_devices", "gpus", "gpu") and values:
+        start = command()
+        if len(values) > 1:
+            start = start.replace("python ", f"torchrun --nproc_per_node {len(values)} ", 1)
+        return f"; choose GPUs by `CUDA_VISIBLE_DEVICES={','.join(values)} {start}`"
+    if word == positional:
+        return f"; give the {word} without a flag: `{command()} {word.upper()}`"
+    return nearest(word, names, "--")
 
 
 def checked(config):
@@ -273,30 +341,44 @@ def nearest(word: str, names: list[str], prefix: str = "") -> str:
     if OTHER_NAMES.get(word) in names:
         close = [OTHER_NAMES[word]]
     if close:
-        return f"; did you mean {prefix}{close[0]}?"
+        advice = f"; did you mean {prefix}{close[0]}?"
+        if (word, close[0]) == ("batch_size", "tokens_per_batch"):
+            advice += " It counts tokens, about 25 a sentence"
+        return advice
     return "; see --help" if prefix else ""
 
 
 def format_help(config_class, description: str, positional: str | None) -> str:
-    """One line per flag, by groups: name, default, help, bounds."""
-    words = f" [{positional.upper()} …]" if positional else ""
-    lines = [f"{command()} [--flag value …]{words}    {description}".rstrip()]
-    for group, fields in itertools.groupby(
-        dataclasses.fields(config_class), lambda field: field.metadata["group"]
-    ):
+    """Name, default, help and bounds of each flag, by groups, in lines of 80 columns."""
+    usage = f"{command()} [SETTINGS.yaml] [--flag value …]"
+    if first_word_of(config_class):
+        usage += " [RUN]"
+    if positional:
+        usage += f" [{positional.upper()} …]"
+    lines = [usage, f"  {description}"] if description else [usage]
+    fields = dataclasses.fields(config_class)
+    widest = max(len(field.name) for field in fields)
+    for group, of_group in itertools.groupby(fields, lambda field: field.metadata["group"]):
         lines.append(f"{group}:")
-        for field in fields:
+        for field in of_group:
             default = field.default
             if default in ("", (), None) or default is False:  # `is`: 0 == False, yet is shown
                 default = "-"
             bounds = [
-                f"{sign} {field.metadata[name]:,}"
+                f"{sign}{NO_BREAK}{field.metadata[name]:,}"
                 for name, (_, _, sign) in BOUNDS.items()
                 if field.metadata[name] not in (None, LARGEST)
             ]
-            shown = f" [{', '.join(bounds)}]" if bounds else ""
-            lines.append(f"  --{field.name:<19} {default!s:<6} {field.metadata['help']}{shown}")
-    return "\n".join(lines) + "\n"
+            shown = f" [{f',{NO_BREAK}'.join(bounds)}]" if bounds else ""
+            columns = f"  --{field.name:<{widest}}  {default!s:<5}  "
+            lines += textwrap.wrap(
+                f"{field.metadata['help']}{shown}",
+                LINE,
+                initial_indent=columns,
+                subsequent_indent=" " * len(columns),
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines).replace(NO_BREAK, " ") + "\n"
 
 
 def command() -> str:

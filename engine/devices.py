@@ -17,9 +17,20 @@ OLDEST_DRIVER = {13: 580, 12: 525}
 
 
 def cpuinfo() -> str:
-    """What Linux knows about the processor, one line a fact; empty on other systems."""
+    """What Linux knows about the processor, one line a fact; empty on other systems.
+
+    With FAST_CPU=avx2 (see engine/__init__.py), without what newer processors than that can do.
+    """
     path = Path("/proc/cpuinfo")
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    facts = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if as_avx2():
+        facts = re.sub(r"\b(avx512|avx10|avx_vnni|amx)\w*", "", facts)
+    return facts
+
+
+def as_avx2() -> bool:
+    """Whether the user wants the processor used as one that has AVX2 and nothing newer."""
+    return os.environ.get("FAST_CPU") == "avx2"
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -28,6 +39,11 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     "auto" is the GPU with the number `local_rank`, or the CPU on a machine without GPUs. Raises
     `UserError` for a device that is not there, and for GPUs that PyTorch cannot use.
     """
+    if name == "mps":
+        raise UserError(
+            "--device mps: Apple's GPU has no float64, in which losses are summed here, and was "
+            "never tried; use --device cpu"
+        )
     if name not in ("auto", "cpu", "cuda") and not name.startswith("cuda:"):
         raise UserError(f"--device {name}: unknown device; choose auto, cpu, cuda or cuda:N")
     if name == "cpu" or not torch.cuda.is_available():

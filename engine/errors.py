@@ -7,9 +7,11 @@ import errno
 import io
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
+from pathlib import Path
 
 # Messages of gloo, NCCL and the key-value store when another process has ended or is silent.
 PEER_LOST = (
@@ -20,6 +22,7 @@ PEER_LOST = (
 # Messages of CUDA and cuBLAS on a GPU whose memory other processes have filled.
 GPU_FULL = r"CUDA error: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
 
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
 FORBIDDEN = (errno.EACCES, errno.EPERM)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, *FORBIDDEN, errno.EIO)
 
@@ -95,6 +98,8 @@ def explain(error: Exception) -> str | None:
     message = str(error)
     if isinstance(error, UserError):
         return message
+    if isinstance(error, ModuleNotFoundError):
+        return explain_missing_package(error)
 
     smaller = (
         "train with a smaller batch or model or a larger --accumulate; decode with a smaller --beam"
@@ -127,6 +132,32 @@ def explain(error: Exception) -> str | None:
             "(docs/data_parallel.md#what-can-go-wrong)"
         )
     return explain_disk_error(error)
+
+
+def explain_missing_package(error: ModuleNotFoundError) -> str | None:
+    """One line with the command that helps; None if the module is one of this repository."""
+    package = (error.name or "").partition(".")[0]
+    if not package or (ROOT / package).exists() or (ROOT / f"{package}.py").exists():
+        return None
+    activate = ROOT / ".venv" / "bin" / "activate"
+    if activate.exists() and Path(sys.prefix) != ROOT / ".venv":
+        remedy = f"type `source {shlex.quote(str(activate))}`"
+    else:
+        requirements = shlex.quote(str(ROOT / "requirements.txt"))
+        remedy = (
+            "activate the environment in which it is installed (`source …/bin/activate`), or type "
+            f"`{shlex.quote(sys.executable)} -m pip install -r {requirements}`"
+        )
+    return f"{sys.executable} has no package {package}; {remedy}"
+
+
+def explain_failed_import(kind, error, traceback) -> None:
+    """A `sys.excepthook`, for the imports before `run_script`: a missing package is one line."""
+    message = explain(error) if isinstance(error, ModuleNotFoundError) else None
+    if message is None:
+        sys.__excepthook__(kind, error, traceback)
+    else:
+        stop(message)
 
 
 def several_processes() -> bool:

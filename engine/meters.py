@@ -1,4 +1,4 @@
-"""How fast a training is, and how busy the CPU and the GPU are."""
+"""How fast a training is, how long work will take, and how busy the CPU and the GPU are."""
 
 import functools
 import math
@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 
 import torch
@@ -23,6 +24,51 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def duration(minutes: float) -> str:
+    """For people: "3.5 min", "48 min", "5.2 h" or "3.1 days"."""
+    if minutes < 9.95:
+        return f"{minutes:.1f} min"
+    if minutes < 120:
+        return f"{minutes:.0f} min"
+    if minutes < 48 * 60:
+        return f"{minutes / 60:.1f} h"
+    return f"{minutes / 60 / 24:,.1f} days"
+
+
+class Announcer:
+    """Log lines about work that takes long, at most one in half a minute.
+
+    announce = Announcer("cleaning", 1000, log)
+    for done in range(1000):
+        announce(done)                                 # cleaning: 45 % done, about 2.1 min left
+
+    A progress bar shows more, but neither in a pipe nor in train.log.
+    """
+
+    INTERVAL = 30.0  # seconds
+
+    def __init__(self, work: str, total: int, log: Callable, clock=time.monotonic):
+        self.work = work
+        self.total = total
+        self.log = log
+        self.clock = clock
+        self.begun = clock()
+        self.last = self.begun  # when a line was logged
+
+    def __call__(self, done: int) -> None:
+        """`done` of `total` are done, in all."""
+        now = self.clock()
+        if now - self.last < self.INTERVAL:
+            return
+        self.last = now
+        if not 0 < done <= self.total:  # the total was an estimate
+            self.log(f"{self.work}: {done:,} done so far")
+            return
+        share = done / self.total
+        left = (now - self.begun) / 60 * (1 - share) / share
+        self.log(f"{self.work}: {100 * share:.0f} % done, about {duration(left)} left")
 
 
 class ProcessMeter:

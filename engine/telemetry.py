@@ -13,14 +13,17 @@ takes numbers that are on the host already.
 import json
 import math
 import os
+import re
+import shutil
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from engine.config import changed_names, given_names
+from engine.config import NO_BREAK, changed_names, given_names
 from engine.errors import discard_output
 from engine.files import atomic_write
 
@@ -183,12 +186,34 @@ class Log:
                 message += f"\nnote: {self.path} can no longer be written: {error.strerror}"
                 self.path = None
         try:
+            if sys.stdout.isatty():
+                width = shutil.get_terminal_size().columns
+                message = "\n".join(fold(line, width) for line in message.split("\n"))
             tqdm.write(message)  # above a progress bar, if there is one
             sys.stdout.flush()  # to a file (a batch job), Python would keep lines back for long
         except OSError as error:
             # The reader of a pipe has left (`python train.py | head`), the terminal is gone, or the
             # disk is full. Training continues: train.log has every line.
             discard_output(error)
+
+
+def fold(line: str, width: int) -> str:
+    """A line as several of at most `width` columns, broken where two spaces separate its columns.
+
+    A line without such columns is broken between words.
+    """
+    if len(line) <= width:
+        return line
+    if re.search(r"\S  +\S", line):
+        line = re.sub(r"(?<=\S) (?=\S)", NO_BREAK, line)
+    parts = textwrap.wrap(
+        line,
+        width,
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(parts).replace(NO_BREAK, " ")
 
 
 def progress_bar(iterable=None, **kwargs) -> tqdm:

@@ -6,7 +6,8 @@
 Neither Python's headers nor a build system is needed, and a file takes a few seconds. The result is
 kept in TORCH_EXTENSIONS_DIR/fast (default: ~/.cache/torch_extensions/fast), one file for each
 version of the source, of PyTorch, of the compiler and its command, and of the processor.
-The environment variable CXX names the compiler; CXX=none does without.
+The environment variable CXX names the compiler; CXX=none does without. FAST_CPU=avx2 compiles for
+processors without AVX-512.
 """
 
 import ctypes
@@ -25,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.devices import cpuinfo
+from engine.devices import as_avx2, cpuinfo
 
 FOLDER = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 # No -ffast-math: it would make the whole process round small numbers to 0.
-FLAGS = "-O3 -march=native -std=c++17 -fopenmp -fno-math-errno -fno-trapping-math -shared -fPIC"
+FLAGS = "-O3 -std=c++17 -fopenmp -fno-math-errno -fno-trapping-math -shared -fPIC"
 OUTPUT: dict[str, Any] = dict(capture_output=True, text=True, errors="replace")
 
 
@@ -85,7 +86,7 @@ def compiled(source: Path, **macros: str) -> Path:
     Raises `CalledProcessError` if the compiler fails, `OSError` if the cache cannot be used,
     `RuntimeError` if there is no home folder.
     """
-    command = [*compiler(), *FLAGS.split()]
+    command = [*compiler(), *FLAGS.split(), "-march=haswell" if as_avx2() else "-march=native"]
     command += [f"-D{macro}={value}" for macro, value in macros.items()]
     code = source.read_text(encoding="utf-8")
     headers = [header.read_text(encoding="utf-8") for header in sorted(FOLDER.glob("*.h"))]
@@ -113,6 +114,11 @@ def compiled(source: Path, **macros: str) -> Path:
             os.fsync(written.fileno())  # a file that a power failure cut short would crash us
         os.replace(new, file)  # several processes may build it at once: the last one wins
     return file
+
+
+def has_vnni() -> bool:
+    """Whether the processor has AVX-512 VNNI: products of 8-bit integers."""
+    return "avx512_vnni" in cpuinfo().split()
 
 
 def processor() -> str:

@@ -4,38 +4,89 @@ The logits are never all in memory at once.
 N tokens, D model width, V vocabulary, R rows of one slice.
 """
 
+import operator
+from collections.abc import Callable
 from functools import lru_cache
 from threading import get_ident
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from fast import kernels
+from fast.layers import has_hooks
 
 LOGITS_AT_ONCE = {"cpu": 2**25, "cuda": 2**26}  # numbers in one slice: in fp32 128 and 256 MiB
 
 
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    target: Tensor,
-    smoothing: float,
-    dtype: torch.dtype,
+    hidden: Tensor, weight: Tensor, bias: Tensor, target: Tensor, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """Summed cross-entropy in nats of the logits `hidden @ weight.T + bias`: (smoothed, plain).
 
     (N, D), (V, D), (V,), (N,) → two scalars; the plain one has no gradient. The same as
-    `F.cross_entropy(F.linear(…), reduction="sum")`, with matrix products in `dtype`. PyTorch's own
-    `F.linear_cross_entropy` (since 2.13) keeps all logits if there is label smoothing.
+
+        log_p = F.linear(hidden, weight, bias).float().log_softmax(-1)
+        plain = F.nll_loss(log_p, target, reduction="sum")
+        smoothed = torch.lerp(plain, -log_p.mean(-1).sum(), label_smoothing)
+
+    Products are in the format of autocast, if it is on. PyTorch's own `F.linear_cross_entropy`
+    (since 2.13) keeps all logits if there is label smoothing.
     """
+    dtype = autocast_dtype(hidden)
     needs_gradient = torch.is_grad_enabled()  # inside a Function it is always off
     with torch.autocast(hidden.device.type, enabled=False):
         return SlicedCrossEntropy.apply(
-            hidden, weight, bias, target, smoothing, dtype, needs_gradient
+            hidden, weight, bias, target, label_smoothing, dtype, needs_gradient
         )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The format of matrix products with x: that of autocast where it is on, else its own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def can_slice(logits: Callable[[Tensor], Tensor], output: nn.Module) -> bool:
+    """Whether `linear_cross_entropy` with the weights of `output` is the loss of these `logits`.
+
+    It is where `logits(hidden)` is `output(hidden)` and nothing else, and `output` a plain
+    `nn.Linear`. To see that, `logits` is called, and `F.linear` recorded instead of computed.
+
+    Not in fp16, where gradients must be scaled before they are computed. Not for FSDP2's sharded
+    weights, which only `forward` of the whole model gathers. Not under torch.compile, which fuses
+    the plain operations itself.
+    """
+    if torch.compiler.is_compiling() or type(output) is not nn.Linear or has_hooks(output):
+        return False
+    weight = output.weight
+    if type(weight) is not nn.Parameter or output.bias is None:
+        return False
+    if autocast_dtype(weight) == torch.float16:
+        return False
+    hidden = weight.new_empty(1, output.in_features)
+    with torch.no_grad(), RecordedLinear(hidden, output) as recorded:
+        found = logits(hidden)
+    return found is recorded.result and not recorded.others
+
+
+class RecordedLinear(TorchFunctionMode):
+    """Inside, `F.linear(hidden, weight, bias)` with just these tensors returns empty memory."""
+
+    def __init__(self, hidden: Tensor, output: nn.Linear):
+        super().__init__()
+        self.inputs = (hidden, output.weight, output.bias)
+        self.result = hidden.new_empty(1, output.out_features)
+        self.others = []  # all other functions of PyTorch that were called
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Called for every function of PyTorch."""
+        if function is F.linear and len(args) == 3 and all(map(operator.is_, args, self.inputs)):
+            return self.result
+        self.others.append(function)
+        return function(*args, **(kwargs or {}))
 
 
 class SlicedCrossEntropy(torch.autograd.Function):
@@ -60,10 +111,8 @@ class SlicedCrossEntropy(torch.autograd.Function):
 
         mean_weight = weight.mean(0)  # (D,)
         hidden_sum = hidden.sum(0, dtype=weight.dtype)  # (D,)
-        # The mean logit, summed over the N tokens, is the sum of these two.
-        from_weights = hidden_sum @ mean_weight
-        from_bias = len(hidden) * bias.mean()
-        loss = -smoothing * (from_weights + from_bias)
+        mean_logits = hidden_sum @ mean_weight + len(hidden) * bias.mean()  # summed over N tokens
+        loss = torch.zeros_like(mean_logits)
         if needs_gradient:
             share = smoothing / len(weight)
             hidden_grad = torch.empty_like(narrow)  # (N, D)
@@ -81,9 +130,9 @@ class SlicedCrossEntropy(torch.autograd.Function):
                 weight_grad = add_product(weight_grad, p.t(), part)
                 bias_grad += p_sum
 
-        # Undo what smoothing took from the target and gave to all tokens alike.
         target_logits = (target_weight * hidden).sum(dtype=weight.dtype) + bias[target].sum()
-        plain = loss - smoothing * (target_logits - from_weights - from_bias)
+        plain = loss - smoothing * target_logits
+        smoothed = loss - smoothing * mean_logits
         ctx.mark_non_differentiable(plain)
         if needs_gradient:
             # The target's part is added in the format of the weights: bf16 would round 0.9 by
@@ -94,7 +143,7 @@ class SlicedCrossEntropy(torch.autograd.Function):
             ones = torch.ones_like(target, dtype=bias.dtype)
             bias_grad.index_add_(0, target, ones, alpha=smoothing - 1)
             ctx.save_for_backward(hidden_grad.to(hidden.dtype), weight_grad, bias_grad)
-        return loss, plain
+        return smoothed, plain
 
     @staticmethod
     @once_differentiable

@@ -1,5 +1,5 @@
-// Decoding on a CPU: the encoder for a few sentences, or one step of the decoder for all rows of a batch, in one call.
-// What it computes is `step` of the decoding.py in the root. Why it is fast:
+// PyTorch's layers for decoding on a CPU: all layers of the encoder for a few sentences, or of the decoder for one token of all
+// rows of a batch, in one call; and the output layer with its largest results. Why it is fast:
 //  - with AVX-512, a matrix product takes 6 rows by 64 outputs at a time, which fill the registers, from weights that were
 //    laid out for it once (Goto and van de Geijn 2008); the largest logits are found while the logits are in registers, and no
 //    logit is ever stored;
@@ -69,13 +69,10 @@ struct Layer {  // an encoder's has no source
   Norm norms[3];
 };
 
-struct Weights {
-  const float *source_embedding, *target_embedding;  // times √D
-  const float* positions;
-  const Layer *encoder, *decoder;
-  int64_t encoder_layers, decoder_layers, heads, width, norm_first;
-  Norm encoder_norm, decoder_norm;
-  Linear output;
+struct Stack {  // an encoder or a decoder
+  const Layer* layers;
+  int64_t count, heads, width, norm_first;
+  Norm norm;  // after the last layer
 };
 
 // Keys and values in blocks of 16 tokens: for every layer and head keys (W, 16), then values (16, W).
@@ -88,8 +85,8 @@ struct CacheAddresses {
 };
 
 // Where the keys and values of one head begin, in an array that begins at `first`.
-Cached* find(const Weights& model, void* first, int64_t block_or_slot, int64_t layer, int64_t head) {
-  const int64_t place = (block_or_slot * model.decoder_layers + layer) * model.heads + head;
+Cached* find(const Stack& model, void* first, int64_t block_or_slot, int64_t layer, int64_t head) {
+  const int64_t place = (block_or_slot * model.count + layer) * model.heads + head;
   return static_cast<Cached*>(first) + place * 2 * kTokens * (model.width / model.heads);
 }
 
@@ -300,14 +297,7 @@ void top_k(const Linear& linear, const float* x, int64_t rows, Rounded& rounded,
   }
 }
 
-// ------------------------------------------------------------------------------------------------------- embedding and norms
-
-void embed(const Weights& model, const float* embedding, int64_t token, int64_t position, float* x) {
-  embedding += token * model.width;
-  for (int64_t i = 0; i < model.width; i += kLanes) {
-    store(x + i, load(embedding + i) + load(model.positions + position * model.width + i));
-  }
-}
+// ------------------------------------------------------------------------------------------------------------------------ norms
 
 void add(float* x, const float* y, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) store(x + i, load(x + i) + load(y + i));
@@ -341,10 +331,11 @@ void append(Cached* block, int64_t lane, const float* key, const float* value, i
   }
 }
 
-// softmax(query · keys) · values: one head's query (W,), already times 1/√W, over `length` tokens → (W,). Block b is at
-// `block(b)`.
+// softmax(query · keys + mask) · values: one head's query (W,), already times 1/√W, over `length` tokens → (W,). Block b is at
+// `block(b)`. `mask` is added to the scores, if there is one; it has a number for every place of the last block too.
 template <typename Block>
-void attend(const float* query, int64_t length, int64_t width, Block block, std::vector<float>& scores, float* attended) {
+void attend(const float* query, const float* mask, int64_t length, int64_t width, Block block, std::vector<float>& scores,
+            float* attended) {
   const int64_t blocks = (length + kTokens - 1) / kTokens, padded = blocks * kTokens;
   scores.resize(std::max(scores.size(), size_t(padded)));
   Floats largest = broadcast(kMinusInfinity), total = {};
@@ -354,7 +345,8 @@ void attend(const float* query, int64_t length, int64_t width, Block block, std:
     for (int64_t i = 0; i < width; i += 4) {
       for (int64_t j = 0; j < 4; ++j) part[j] += query[i + j] * load(keys + (i + j) * kTokens);
     }
-    const Floats score = (part[0] + part[1]) + (part[2] + part[3]);
+    Floats score = (part[0] + part[1]) + (part[2] + part[3]);
+    if (mask) score += load(mask + t);
     // The last block may have fewer tokens than places.
     const Floats real = lane_numbers() < int32_t(length - t) ? score : broadcast(kMinusInfinity);
     largest = max(largest, real);
@@ -381,11 +373,11 @@ void attend(const float* query, int64_t length, int64_t width, Block block, std:
 
 // All heads (H, W) of one token's queries over `length` tokens → (H, W). `block(b, h)` is where head h's block b is.
 template <typename Block>
-void attend_heads(const Weights& model, const float* queries, int64_t length, Block block, float* attended) {
+void attend_heads(const Stack& model, const float* queries, const float* mask, int64_t length, Block block, float* attended) {
   thread_local std::vector<float> scores;
   const int64_t W = model.width / model.heads;
   for (int64_t h = 0; h < model.heads; ++h) {
-    attend(queries + h * W, length, W, [&](int64_t b) { return block(b, h); }, scores, attended + h * W);
+    attend(queries + h * W, mask, length, W, [&](int64_t b) { return block(b, h); }, scores, attended + h * W);
   }
 }
 
@@ -393,21 +385,21 @@ void attend_heads(const Weights& model, const float* queries, int64_t length, Bl
 
 // What N rows need between their products; a thread keeps it from call to call.
 struct Workspace {
-  std::vector<float> x, normed, projected, attended, inner, y;
+  std::vector<float> normed, projected, attended, inner, y, mask;
   Rounded rounded;
 
-  void fit(int64_t N, const Weights& model, const Layer& layer) {
+  void fit(int64_t N, const Stack& model) {
     const auto grow = [](auto& numbers, int64_t size) { numbers.resize(std::max(numbers.size(), size_t(size))); };
-    for (auto* numbers : {&x, &normed, &attended, &y}) grow(*numbers, N * model.width);
+    for (auto* numbers : {&normed, &attended, &y}) grow(*numbers, N * model.width);
     grow(projected, 3 * N * model.width);
-    grow(inner, N * layer.linear1.out);
+    for (int64_t l = 0; l < model.count; ++l) grow(inner, N * model.layers[l].linear1.out);
   }
 };
 
 // x ← x + sublayer(norm(x)), or x ← norm(x + sublayer(x))
 template <typename Sublayer>
-void add_and_norm(const Weights& model, const Norm& norm, Workspace& s, int64_t N, Sublayer sublayer) {
-  float *x = s.x.data(), *y = s.y.data();
+void add_and_norm(const Stack& model, const Norm& norm, float* x, Workspace& s, int64_t N, Sublayer sublayer) {
+  float* y = s.y.data();
   if (model.norm_first) {
     normalise(norm, x, s.normed.data(), N, model.width);
     sublayer(s.normed.data(), y);
@@ -424,18 +416,14 @@ void feed_forward(const Layer& layer, const float* x, float* y, int64_t N, Works
   apply(layer.linear2, s.inner.data(), N, s.rounded, y);
 }
 
-// `rows` sentences from number `first` on, together N tokens one after the other → their keys and values in the cache.
-void encode(const Weights& model, const CacheAddresses& cache, const int64_t* tokens, int64_t first, int64_t rows, int64_t N) {
+// `rows` sentences of these lengths, together N tokens one after the other, x (N, D) → the encoder's output, in place
+void encode(const Stack& model, float* x, const int64_t* lengths, int64_t rows, int64_t N) {
   thread_local Workspace s;
   thread_local std::vector<Cached> blocks;  // one sentence's keys and values: (blocks, H, 2, 16 · W)
-  const int64_t D = model.width, H = model.heads, W = D / H, size = 2 * kTokens * W, layers = model.decoder_layers;
-  const int64_t* lengths = cache.source_length + first;
-  s.fit(N, model, model.encoder[0]);
-  for (int64_t row = 0, n = 0; row < rows; ++row) {
-    for (int64_t t = 0; t < lengths[row]; ++t, ++n) embed(model, model.source_embedding, tokens[n], t, &s.x[n * D]);
-  }
-  for (const Layer* layer = model.encoder; layer < model.encoder + model.encoder_layers; ++layer) {
-    add_and_norm(model, layer->norms[0], s, N, [&](const float* x, float* y) {
+  const int64_t D = model.width, H = model.heads, W = D / H, size = 2 * kTokens * W;
+  s.fit(N, model);
+  for (const Layer* layer = model.layers; layer < model.layers + model.count; ++layer) {
+    add_and_norm(model, layer->norms[0], x, s, N, [&](const float* x, float* y) {
       apply(layer->own, x, N, s.rounded, s.projected.data());  // (N, 3, H, W)
       for (int64_t row = 0, n = 0; row < rows; n += lengths[row++]) {
         blocks.resize(std::max(blocks.size(), size_t((lengths[row] + kTokens - 1) / kTokens * H * size)));
@@ -448,36 +436,26 @@ void encode(const Weights& model, const CacheAddresses& cache, const int64_t* to
           }
         }
         for (int64_t t = 0; t < lengths[row]; ++t) {
-          attend_heads(model, query + 3 * t * D, lengths[row], block, &s.attended[(n + t) * D]);
+          attend_heads(model, query + 3 * t * D, nullptr, lengths[row], block, &s.attended[(n + t) * D]);
         }
       }
       apply(layer->own_out, s.attended.data(), N, s.rounded, y);
     });
-    add_and_norm(model, layer->norms[1], s, N, [&](const float* x, float* y) { feed_forward(*layer, x, y, N, s); });
+    add_and_norm(model, layer->norms[1], x, s, N, [&](const float* x, float* y) { feed_forward(*layer, x, y, N, s); });
   }
-  normalise(model.encoder_norm, s.x.data(), s.x.data(), N, D);
-  for (int64_t l = 0; l < layers; ++l) {
-    apply(model.decoder[l].source, s.x.data(), N, s.rounded, s.projected.data());  // (N, 2, H, W)
-    for (int64_t row = 0, n = 0; row < rows; ++row) {
-      for (int64_t t = 0; t < lengths[row]; ++t, ++n) {
-        const int64_t b = cache.source_first[first + row] + t / kTokens;
-        for (int64_t h = 0; h < H; ++h) {
-          const float* key = &s.projected[2 * n * D + h * W];
-          append(find(model, cache.source, b, l, h), t % kTokens, key, key + D, W);
-        }
-      }
-    }
-  }
+  normalise(model.norm, x, x, N, D);
 }
 
-// tokens (N,) at `position` → what the output layer sees of them, s.x (N, D); their keys and values in the cache.
-void decoder_step(const Weights& model, const CacheAddresses& cache, const int64_t* tokens, int64_t N, int64_t position, Workspace& s) {
+// x (N, D) at `position` → the decoder's output, in place; keys and values of x go to the cache. `hidden` (position + 1,) is true
+// where self-attention must not look.
+void decode(const Stack& model, const CacheAddresses& cache, const bool* hidden, float* x, int64_t N, int64_t position, Workspace& s) {
   const int64_t D = model.width, H = model.heads, W = D / H;
-  s.fit(N, model, model.decoder[0]);
-  for (int64_t n = 0; n < N; ++n) embed(model, model.target_embedding, tokens[n], position, &s.x[n * D]);
-  for (int64_t l = 0; l < model.decoder_layers; ++l) {
-    const Layer& layer = model.decoder[l];
-    add_and_norm(model, layer.norms[0], s, N, [&](const float* x, float* y) {
+  s.fit(N, model);
+  s.mask.assign((position / kTokens + 1) * kTokens, 0);
+  for (int64_t t = 0; hidden && t <= position; ++t) s.mask[t] = hidden[t] ? kMinusInfinity : 0;
+  for (int64_t l = 0; l < model.count; ++l) {
+    const Layer& layer = model.layers[l];
+    add_and_norm(model, layer.norms[0], x, s, N, [&](const float* x, float* y) {
       apply(layer.own, x, N, s.rounded, s.projected.data());  // (N, 3, H, W)
       for (int64_t n = 0; n < N; ++n) {
         const float* query = &s.projected[3 * n * D];
@@ -486,21 +464,31 @@ void decoder_step(const Weights& model, const CacheAddresses& cache, const int64
           const float* key = query + D + h * W;
           append(block(position / kTokens, h), position % kTokens, key, key + D, W);
         }
-        attend_heads(model, query, position + 1, block, &s.attended[n * D]);
+        attend_heads(model, query, s.mask.data(), position + 1, block, &s.attended[n * D]);
       }
       apply(layer.own_out, s.attended.data(), N, s.rounded, y);
     });
-    add_and_norm(model, layer.norms[1], s, N, [&](const float* x, float* y) {
+    add_and_norm(model, layer.norms[1], x, s, N, [&](const float* x, float* y) {
       apply(layer.source_query, x, N, s.rounded, s.projected.data());  // (N, H, W)
       for (int64_t n = 0; n < N; ++n) {
         const auto block = [&](int64_t b, int64_t h) { return find(model, cache.source, cache.source_first[n] + b, l, h); };
-        attend_heads(model, &s.projected[n * D], cache.source_length[n], block, &s.attended[n * D]);
+        attend_heads(model, &s.projected[n * D], nullptr, cache.source_length[n], block, &s.attended[n * D]);
       }
       apply(layer.source_out, s.attended.data(), N, s.rounded, y);
     });
-    add_and_norm(model, layer.norms[2], s, N, [&](const float* x, float* y) { feed_forward(layer, x, y, N, s); });
+    add_and_norm(model, layer.norms[2], x, s, N, [&](const float* x, float* y) { feed_forward(layer, x, y, N, s); });
   }
-  normalise(model.decoder_norm, s.x.data(), s.x.data(), N, D);
+  normalise(model.norm, x, x, N, D);
+}
+
+// `use(first, some, N)` for groups of sentences, numbers `first` to `first + some`, of N tokens together.
+template <typename Use>
+void in_groups(const int64_t* lengths, int64_t rows, Use use) {
+  for (int64_t first = 0, some = 0; first < rows; first += some) {
+    int64_t N = lengths[first];
+    for (some = 1; first + some < rows && N + lengths[first + some] <= kSourceTokens; ++some) N += lengths[first + some];
+    use(first, some, N);
+  }
 }
 
 }  // namespace
@@ -515,32 +503,52 @@ void multiply_rows(const Linear* linear, const float* x, int64_t rows, float* y)
   apply(*linear, x, rows, rounded, y);
 }
 
-// All sentences of a batch, their tokens one sentence after the other, → keys and values in the cache.
-void encode_sources(const Weights* model, const CacheAddresses* cache, const int64_t* tokens, int64_t rows) {
-  for (int64_t first = 0, some = 0; first < rows; first += some) {
-    int64_t N = cache->source_length[first];
-    for (some = 1; first + some < rows && N + cache->source_length[first + some] <= kSourceTokens; ++some) {
-      N += cache->source_length[first + some];
+// All sentences of a batch, their tokens one sentence after the other: x (all tokens, D) → the encoder's output, in place.
+void encode_sources(const Stack* encoder, float* x, const int64_t* lengths, int64_t rows) {
+  in_groups(lengths, rows, [&](int64_t first, int64_t some, int64_t N) {
+    encode(*encoder, x, lengths + first, some, N);
+    x += N * encoder->width;
+  });
+}
+
+// The same tokens' memory (all tokens, D) → its keys and values in every layer of the decoder, in the cache.
+void keep_sources(const Stack* decoder, const CacheAddresses* cache, const float* memory, int64_t rows) {
+  thread_local Workspace s;
+  const int64_t D = decoder->width, H = decoder->heads, W = D / H;
+  in_groups(cache->source_length, rows, [&](int64_t first, int64_t some, int64_t N) {
+    s.fit(N, *decoder);
+    for (int64_t l = 0; l < decoder->count; ++l) {
+      apply(decoder->layers[l].source, memory, N, s.rounded, s.projected.data());  // (N, 2, H, W)
+      for (int64_t row = first, n = 0; row < first + some; ++row) {
+        for (int64_t t = 0; t < cache->source_length[row]; ++t, ++n) {
+          const int64_t b = cache->source_first[row] + t / kTokens;
+          for (int64_t h = 0; h < H; ++h) {
+            const float* key = &s.projected[2 * n * D + h * W];
+            append(find(*decoder, cache->source, b, l, h), t % kTokens, key, key + D, W);
+          }
+        }
+      }
     }
-    encode(*model, *cache, tokens, first, some, N);
-    tokens += N;
-  }
+    memory += N * D;
+  });
 }
 
-// tokens (N,) at `position` → the likeliest next ones (N,)
-void next_tokens(const Weights* model, const CacheAddresses* cache, const int64_t* tokens, int64_t N, int64_t position,
-                 int64_t* next) {
+// x (N, D) at `position` → the decoder's output, in place; see `decode`.
+void decode_token(const Stack* decoder, const CacheAddresses* cache, const bool* hidden, float* x, int64_t N, int64_t position) {
   thread_local Workspace s;
-  decoder_step(*model, *cache, tokens, N, position, s);
-  argmax(model->output, s.x.data(), N, s.rounded, next);
+  decode(*decoder, *cache, hidden, x, N, position, s);
 }
 
-// tokens (N,) at `position` → (N, count) the likeliest next ones and their log-probabilities, best first
-void top_tokens(const Weights* model, const CacheAddresses* cache, const int64_t* tokens, int64_t N, int64_t position,
-                int64_t count, float* log_probabilities, int64_t* next) {
-  thread_local Workspace s;
-  decoder_step(*model, *cache, tokens, N, position, s);
-  top_k(model->output, s.x.data(), N, s.rounded, count, log_probabilities, next);
+// x (N, D) → the outputs with the largest logits (N,)
+void largest(const Linear* output, const float* x, int64_t N, int64_t* chosen) {
+  thread_local Rounded rounded;
+  argmax(*output, x, N, rounded, chosen);
+}
+
+// x (N, D) → the `count` largest log-probabilities of each row, (N, count), and their outputs, best first
+void most_probable(const Linear* output, const float* x, int64_t N, int64_t count, float* log_probabilities, int64_t* chosen) {
+  thread_local Rounded rounded;
+  top_k(*output, x, N, rounded, count, log_probabilities, chosen);
 }
 
 // Give each of N rows a slot of its own in a block: of those that share one, the first keeps it, the others get a copy in a

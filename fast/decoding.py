@@ -1,11 +1,12 @@
-"""Decoding in C++: a translator's weights laid out for decoding.cpp, one call per step.
+"""PyTorch's encoder, decoder and output layer for decoding on a CPU, each in C++.
 
-    if not why_not(model):
-        cache = CompiledDecoder(model).start(src, src_pad)            # int8=True: in 8 bits
-        tokens = cache.next_tokens(tokens, position)
+    encoder = CompiledEncoder.of(model.transformer.encoder)      # the arguments of PyTorch's
+    decoder = CompiledDecoder.of(model.transformer.decoder)      # one token a call; keeps a cache
+    output = CompiledOutput(model.output)                        # the largest logits of each row
 
-The plain version is `step` in decoding.py of the root. Python's lock is free during a call, so
-threads with a batch each do not wait for one another. Letters are those of decoding.cpp.
+decoding.py of the root puts them into a copy of the model, whose own code calls them. The weights
+are copied when such a module is made, laid out for decoding.cpp. Python's lock is free during a
+call, so threads with a batch each do not wait for one another. Letters are those of decoding.cpp.
 
 int8: a weight is w ≈ scale · q with q from −127 to 127 and one scale for each output. Inputs are
 rounded in every call with one scale for each row, multiplied as integers, and the product is scaled
@@ -17,19 +18,16 @@ without it.
 import ctypes
 import math
 from ctypes import POINTER, c_double, c_int64, c_void_p
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fast import build
-from fast.build import call, library, round_up
-from fast.training import has_layers_and_positions, is_known
+from fast.build import call, has_vnni, library, round_up
+from fast.layers import has_hooks, unknown_part
 
-WIDTH_MULTIPLE = 16  # all widths are multiples of the numbers in the largest vector
 TOKENS_PER_BLOCK = 16  # kTokens: of the cache of keys and values
 
 
@@ -69,23 +67,16 @@ class Layer(ctypes.Structure):
     ]
 
 
-class Weights(ctypes.Structure):
-    """All weights of a model, and its sizes."""
+class Stack(ctypes.Structure):
+    """All layers of an encoder or a decoder, and its sizes."""
 
     _fields_ = [
-        ("source_embedding", c_void_p),
-        ("target_embedding", c_void_p),
-        ("positions", c_void_p),
-        ("encoder", POINTER(Layer)),
-        ("decoder", POINTER(Layer)),
-        ("encoder_layers", c_int64),
-        ("decoder_layers", c_int64),
+        ("layers", POINTER(Layer)),
+        ("count", c_int64),
         ("heads", c_int64),
         ("width", c_int64),
         ("norm_first", c_int64),
-        ("encoder_norm", Norm),
-        ("decoder_norm", Norm),
-        ("output", Linear),
+        ("norm", Norm),
     ]
 
 
@@ -101,201 +92,98 @@ class CacheAddresses(ctypes.Structure):
     ]
 
 
-def compiled_functions(int8: bool) -> ctypes.CDLL | None:
+def compiled_functions(int8: bool = False) -> ctypes.CDLL | None:
     """The compiled functions, or None."""
     source = Path(__file__).with_suffix(".cpp")
     return library(source, INT8="1") if int8 else library(source)
 
 
-def why_not(model: nn.Module, int8: bool = False) -> str:
-    """Why the compiled functions cannot decode with this model; empty if they can.
-
-    They need the modules of model.py with ReLU, fp32 and sizes of whole vectors.
-    """
-    if not has_layers_and_positions(model):
-        return "model.py was changed: its layers or positions are different"
-    if not is_known(model):
-        return "the model has a part or a weight that the C++ code does not know, or lacks one"
-    sizes = model.config
-    widths = (sizes.d_model, sizes.dim_feedforward, sizes.d_model // sizes.nhead)
-    if any(width % WIDTH_MULTIPLE for width in widths):
-        names = "the model, of its feed-forward layers or of a head"
-        return f"the width of {names} is not a multiple of {WIDTH_MULTIPLE}"
-    layers = [*model.transformer.encoder.layers, *model.transformer.decoder.layers]
-    if any(layer.activation is not F.relu for layer in layers):
-        return "the C++ code needs layers with ReLU"
-    for weight in model.parameters():
-        if weight.dtype != torch.float32:
-            return "the weights are not fp32"
+def why_not(module: nn.Module, int8: bool = False) -> str:
+    """Why C++ cannot compute this encoder, decoder or output layer; empty if it can."""
+    if isinstance(module, nn.Linear):
+        reason = unknown_output(module)
+    else:
+        reason = unknown_part(module)
+    if reason:
+        return reason
+    for weight in module.parameters():
+        if weight.device.type != "cpu":
+            return "it is not on a CPU"
         # With nan among the logits, the largest one is not defined.
         if not weight.isfinite().all():
             return "a weight is not finite"
-    if int8 and not torch.cpu._is_vnni_supported():
+    if int8 and not has_vnni():
         return "the CPU has no AVX-512 VNNI"
     if compiled_functions(int8) is None:
         return build.why_not() or "the C++ code is not compiled"
     return ""
 
 
-def check_ids(tokens: Tensor, vocabulary: int) -> None:
-    """Raises `IndexError` for ids outside the vocabulary: C++ would read foreign memory."""
-    if bool(((tokens < 0) | (tokens >= vocabulary)).any()):
-        found = f"token ids from {tokens.min()} to {tokens.max()}"
-        raise IndexError(f"{found}, but the vocabulary has {vocabulary}")
+def unknown_output(output: nn.Linear) -> str:
+    """What this output layer has that C++ does not know; empty if there is nothing."""
+    if type(output) is not nn.Linear or has_hooks(output):
+        return "the output layer is not PyTorch's nn.Linear"
+    if output.bias is None or output.in_features % 16:
+        return "the output layer has no bias, or a width that is not a multiple of 16"
+    if output.weight.dtype != torch.float32 or output.bias.dtype != torch.float32:
+        return f"its weights are not fp32: {output.weight.dtype}"
+    return ""
 
 
-def check_length(tokens: int, limit: int) -> None:
-    """Raises `ValueError` for positions that the model does not have."""
-    if tokens > limit:
-        raise ValueError(f"{tokens} tokens are more than the {limit} this model has positions for")
+class Packed:
+    """Weights laid out for C++, and the tensors that own their memory."""
 
-
-@dataclass
-class CompiledCache:
-    """Keys and values in blocks of 16 tokens, and the decoder's steps over them.
-
-    A row has a slot in every block. Rows that continue the same hypothesis share the slots of full
-    blocks. In the last block, which is being written, each has its own. Nothing else is copied.
-    """
-
-    decoder: "CompiledDecoder"
-    source: Tensor  # (blocks, layers, 2 · 16 · D), of all sentences
-    source_first: Tensor  # (N,) the first block of each row's sentence
-    source_length: Tensor  # (N,) tokens
-    own_slots: Tensor  # (blocks, N)
-    own: list[Tensor] = field(default_factory=list)  # blocks: (slots, layers, 2 · 16 · D) each
-    length: int = 0  # tokens so far
-    drop_at: ClassVar[float] = 0.0  # as in `decoding.Cache`: rows may leave one by one
-
-    def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
-        """Feed (N,) tokens at one position; returns the (N,) likeliest next ones."""
-        tokens = self.prepare(tokens, position)
-        chosen = torch.empty_like(tokens)
-        self.call("next_tokens", tokens, len(tokens), position, chosen)
-        return chosen
-
-    def top_tokens(self, tokens: Tensor, position: int, count: int) -> tuple[Tensor, Tensor]:
-        """Feed (N,) tokens at one position; returns the likeliest next ones, best first.
-
-        Log-probabilities (N, C) and ids (N, C), where C is `count` or at most the vocabulary.
-        """
-        tokens = self.prepare(tokens, position)
-        count = min(count, self.decoder.config.target_vocab)
-        ids = tokens.new_empty(len(tokens), count)
-        log_probabilities = torch.empty(len(tokens), count)
-        self.call("top_tokens", tokens, len(tokens), position, count, log_probabilities, ids)
-        return log_probabilities, ids
-
-    def prepare(self, tokens: Tensor, position: int) -> Tensor:
-        """Check the input, which C++ does not, and make room for one more token."""
-        config = self.decoder.config
-        check_length(position + 1, config.max_length)
-        rows = len(self.source_length)
-        if position != self.length or len(tokens) != rows:
-            raise ValueError(
-                f"{len(tokens)} tokens at position {position}, but the cache has {rows} rows "
-                f"of {self.length} tokens"
-            )
-        tokens = tokens.long().contiguous()
-        check_ids(tokens, config.target_vocab)
-        if position % TOKENS_PER_BLOCK == 0:
-            self.own.append(self.source.new_empty(len(tokens), *self.source.shape[1:]))
-            new_slots = torch.arange(len(tokens))[None]
-            self.own_slots = torch.cat([self.own_slots, new_slots])
-        self.length = position + 1
-        return tokens
-
-    def call(self, name: str, *arguments) -> None:
-        """Call a function of decoding.cpp that takes the weights and the cache."""
-        function = getattr(self.decoder.functions, name)
-        call(function, self.decoder.weights, self.addresses(), *arguments)
-
-    def select(self, rows: Tensor) -> None:
-        """Continue with these rows, (sentences, hypotheses); see `decoding.Cache.select`."""
-        rows = rows.flatten()
-        self.source_first = self.source_first[rows]
-        self.source_length = self.source_length[rows]
-        self.own_slots = self.own_slots.index_select(1, rows)
-        if self.length % TOKENS_PER_BLOCK == 0:
-            return  # the last block is full: nothing more is written to it
-        last = self.own[-1]
-        if len(rows) > len(last):
-            self.own[-1] = last.new_empty(len(rows), *last.shape[1:])
-            self.own[-1][: len(last)] = last
-            last = self.own[-1]
-        bytes_per_slot = last.stride(0) * last.element_size()
-        copy_shared_slots = self.decoder.functions.copy_shared_slots
-        call(copy_shared_slots, last, bytes_per_slot, len(last), self.own_slots[-1], len(rows))
-
-    def addresses(self) -> CacheAddresses:
-        """The cache for one call; the next one may have more blocks."""
-        own = (c_void_p * len(self.own))(*(block.data_ptr() for block in self.own))
-        tensors = (self.own_slots, self.source, self.source_first, self.source_length)
-        return CacheAddresses(ctypes.cast(own, c_void_p), *map(Tensor.data_ptr, tensors))
-
-
-class CompiledDecoder:
-    """A copy of a model's current weights for decoding on a CPU."""
-
-    @torch.inference_mode()
-    def __init__(self, model: nn.Module, int8: bool = False):
-        self.functions = compiled_functions(int8)
+    def __init__(self, int8: bool):
         self.int8 = int8
-        self.config = model.config
+        self.functions = compiled_functions(int8)
         self.panel = self.functions.outputs_in_a_panel()
         self.tensors = []  # keeps alive what C++ has the address of
-        encoder, decoder = model.transformer.encoder, model.transformer.decoder
-        scale = math.sqrt(self.config.d_model)
-        self.weights = Weights(
-            source_embedding=self.keep(model.source_embedding.weight * scale),
-            target_embedding=self.keep(model.target_embedding.weight * scale),
-            positions=self.keep(model.positions.clone()),
-            encoder=self.pack_layers(encoder),
-            decoder=self.pack_layers(decoder),
-            encoder_layers=len(encoder.layers),
-            decoder_layers=len(decoder.layers),
-            heads=self.config.nhead,
-            width=self.config.d_model,
-            norm_first=self.config.norm_first,
-            encoder_norm=self.pack_norm(encoder.norm),
-            decoder_norm=self.pack_norm(decoder.norm),
-            output=self.pack_linear(model.output.weight, model.output.bias),
-        )
 
     def keep(self, tensor: Tensor) -> int:
         """The address of a tensor, which now lives as long as this object."""
         self.tensors.append(tensor.contiguous())
         return self.tensors[-1].data_ptr()
 
-    def pack_layers(self, coder: nn.Module) -> ctypes.Array:
-        """All layers of the encoder or the decoder."""
-        return (Layer * len(coder.layers))(*map(self.pack_layer, coder.layers))
+    @torch.inference_mode()
+    def stack(self, coder: nn.Module) -> Stack:
+        """All layers of an encoder or a decoder, with its sizes."""
+        layers = (Layer * len(coder.layers))(*map(self.layer, coder.layers))
+        first = coder.layers[0]
+        attention = first.self_attn
+        return Stack(
+            layers=layers,
+            count=len(layers),
+            heads=attention.num_heads,
+            width=attention.embed_dim,
+            norm_first=first.norm_first,
+            norm=self.norm(coder.norm),
+        )
 
-    def pack_layer(self, layer: nn.Module) -> Layer:
+    def layer(self, layer: nn.Module) -> Layer:
         """One layer; only those of the decoder have `multihead_attn`."""
         own = layer.self_attn
         packed = Layer(
-            own=self.pack_projection(own, "qkv"),
-            own_out=self.pack_linear(own.out_proj.weight, own.out_proj.bias),
-            linear1=self.pack_linear(layer.linear1.weight, layer.linear1.bias),
+            own=self.projection(own, "qkv"),
+            own_out=self.linear(own.out_proj.weight, own.out_proj.bias),
+            linear1=self.linear(layer.linear1.weight, layer.linear1.bias),
             # Its inputs are not negative: they come from ReLU.
-            linear2=self.pack_linear(layer.linear2.weight, layer.linear2.bias, zero=0),
+            linear2=self.linear(layer.linear2.weight, layer.linear2.bias, zero=0),
         )
-        packed.norms[0] = self.pack_norm(layer.norm1)
-        packed.norms[1] = self.pack_norm(layer.norm2)
+        packed.norms[0] = self.norm(layer.norm1)
+        packed.norms[1] = self.norm(layer.norm2)
         source = getattr(layer, "multihead_attn", None)
         if source is not None:
-            packed.norms[2] = self.pack_norm(layer.norm3)
-            packed.source_query = self.pack_projection(source, "q")
-            packed.source = self.pack_projection(source, "kv")
-            packed.source_out = self.pack_linear(source.out_proj.weight, source.out_proj.bias)
+            packed.norms[2] = self.norm(layer.norm3)
+            packed.source_query = self.projection(source, "q")
+            packed.source = self.projection(source, "kv")
+            packed.source_out = self.linear(source.out_proj.weight, source.out_proj.bias)
         return packed
 
-    def pack_norm(self, norm: nn.LayerNorm) -> Norm:
+    def norm(self, norm: nn.LayerNorm) -> Norm:
         """Copies of its weight and bias, kept alive."""
         return Norm(self.keep(norm.weight.clone()), self.keep(norm.bias.clone()), norm.eps)
 
-    def pack_projection(self, attention: nn.MultiheadAttention, which: str) -> Linear:
+    def projection(self, attention: nn.MultiheadAttention, which: str) -> Linear:
         """`which` of query, key and value: "q", "kv" or "qkv". The query is multiplied by 1/√W."""
         width = attention.embed_dim
         weight, bias = attention.in_proj_weight.clone(), attention.in_proj_bias.clone()
@@ -303,9 +191,9 @@ class CompiledDecoder:
         bias[:width] /= math.sqrt(attention.head_dim)
         first = "qkv".index(which[0]) * width
         wanted = slice(first, first + len(which) * width)
-        return self.pack_linear(weight[wanted], bias[wanted])
+        return self.linear(weight[wanted], bias[wanted])
 
-    def pack_linear(self, weight: Tensor, bias: Tensor, zero: int = 128) -> Linear:
+    def linear(self, weight: Tensor, bias: Tensor, zero: int = 128) -> Linear:
         """(out, in), (out,) → panels of outputs.
 
         int8: an input is a number from 0 to 255 that stands for x = scale · (number − zero).
@@ -325,26 +213,220 @@ class CompiledDecoder:
         panels = weight.view(-1, self.panel, inputs // group, group).transpose(1, 2)
         return Linear(self.keep(panels), self.keep(bias), scale, start, inputs, outputs, zero)
 
-    @torch.inference_mode()
-    def start(self, src: Tensor, src_pad: Tensor) -> CompiledCache:
-        """Encode (B, S) sources, padded at the end; returns a cache with one row for each."""
-        config = self.config
-        check_length(src.size(1), config.max_length)
-        if (src_pad[:, :-1] & ~src_pad[:, 1:]).any():
-            raise ValueError("there is padding before a token; pad sources at the end")
-        lengths = (~src_pad).sum(1)
+
+def twin(module: nn.Module, kind: type) -> nn.Module:
+    """A module of another class with the same parts and weights."""
+    copy = kind.__new__(kind)
+    copy.__dict__ = dict(module.__dict__)
+    return copy
+
+
+class CompiledEncoder(nn.TransformerEncoder):
+    """`nn.TransformerEncoder` in C++, which computes nothing for padding."""
+
+    packed: Packed
+    stack: Stack
+
+    @classmethod
+    def of(cls, encoder: nn.TransformerEncoder, int8: bool = False) -> "CompiledEncoder":
+        """The same encoder; `why_not` must have no objection to it."""
+        compiled = twin(encoder, cls)
+        compiled.packed = Packed(int8)
+        compiled.stack = compiled.packed.stack(encoder)
+        return compiled
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """(B, S, D) → (B, S, D), 0 at padding.
+
+        Raises `NotImplementedError` for masks that C++ does not know, `ValueError` for inputs of
+        other shapes or formats.
+        """
+        if mask is not None or is_causal:
+            raise NotImplementedError("the compiled encoder knows the mask of padding only")
+        check_input(src, (len(src), src.size(1), self.stack.width))
+        real = real_tokens(src, src_key_padding_mask)  # (B, S)
+        x = src[real]  # a copy: (all tokens, D)
+        lengths = real.sum(1)
+        call(self.packed.functions.encode_sources, self.stack, x, lengths, len(lengths))
+        memory = torch.zeros_like(src)
+        memory[real] = x
+        return memory
+
+
+class CompiledDecoder(nn.TransformerDecoder):
+    """`nn.TransformerDecoder` in C++ for one token of each row a call.
+
+    It keeps keys and values of all tokens in blocks of 16. A row has a slot in every block. Rows
+    that continue the same hypothesis share the slots of full blocks. In the last block, which is
+    being written, each has its own. Nothing else is copied.
+    """
+
+    packed: Packed
+    stack: Stack
+    drop_at = 0.0  # rows may leave one by one: nothing large is copied
+    source: (
+        Tensor | None
+    )  # (blocks, layers, 2 · 16 · D), of all sentences; None before the first token
+    source_first: Tensor  # (N,) the first block of each row's sentence
+    source_length: Tensor  # (N,) tokens
+    own_slots: Tensor  # (blocks, N)
+    own: list[Tensor]  # blocks: (slots, layers, 2 · 16 · D) each
+    length: int  # tokens so far
+
+    @classmethod
+    def of(cls, decoder: nn.TransformerDecoder, int8: bool = False) -> "CompiledDecoder":
+        """The same decoder; `why_not` must have no objection to it."""
+        compiled = twin(decoder, cls)
+        compiled.packed = Packed(int8)
+        compiled.stack = compiled.packed.stack(decoder)
+        return compiled.empty()
+
+    def empty(self) -> "CompiledDecoder":
+        """This decoder with a cache of its own, for another batch."""
+        other = twin(self, CompiledDecoder)
+        other.source = None
+        other.own = []
+        other.length = 0
+        return other
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """The next token of each row, (N, 1, D) → (N, 1, D).
+
+        tgt_mask (1, tokens so far and this one): the row of the mask. `memory` and its padding are
+        read with the first token only. Raises `NotImplementedError` for other masks, `ValueError`
+        for inputs that do not fit the cache.
+        """
+        others = (memory_mask, tgt_key_padding_mask)
+        if memory_is_causal or any(mask is not None for mask in others):
+            raise NotImplementedError("the compiled decoder knows padding and tgt_mask only")
+        if self.source is None:
+            self.keep_source(memory, memory_key_padding_mask)
+        check_input(tgt, (len(self.source_length), 1, self.stack.width))
+        hidden = row_of_mask(tgt_mask, tgt_is_causal, self.length + 1)
+        if self.length % TOKENS_PER_BLOCK == 0:
+            self.own.append(self.source.new_empty(len(tgt), *self.source.shape[1:]))
+            self.own_slots = torch.cat([self.own_slots, torch.arange(len(tgt))[None]])
+        x = tgt.clone(memory_format=torch.contiguous_format)
+        inputs = (self.stack, self.addresses(), hidden, x, len(x), self.length)
+        call(self.packed.functions.decode_token, *inputs)
+        self.length += 1
+        return x
+
+    def keep_source(self, memory: Tensor, padding: Tensor | None) -> None:
+        """Keys and values of the memory (B, S, D) in all layers."""
+        check_input(memory, (len(memory), memory.size(1), self.stack.width))
+        real = real_tokens(memory, padding)  # (B, S)
+        lengths = real.sum(1)
         blocks = (lengths + TOKENS_PER_BLOCK - 1) // TOKENS_PER_BLOCK
-        # Keys and values of all heads, in all layers.
-        per_block = (config.num_decoder_layers, 2 * TOKENS_PER_BLOCK * config.d_model)
-        dtype = torch.bfloat16 if self.int8 else torch.float32
-        cache = CompiledCache(
-            self,
-            source=torch.empty(int(blocks.sum()), *per_block, dtype=dtype),
-            source_first=blocks.cumsum(0) - blocks,
-            source_length=lengths,
-            own_slots=torch.empty(0, len(src), dtype=torch.long),
-        )
-        tokens = src[~src_pad].long()  # of all sentences, one after the other
-        check_ids(tokens, config.source_vocab)
-        cache.call("encode_sources", tokens, len(src))
-        return cache
+        per_block = (self.stack.count, 2 * TOKENS_PER_BLOCK * self.stack.width)
+        dtype = torch.bfloat16 if self.packed.int8 else torch.float32
+        self.source = torch.empty(int(blocks.sum()), *per_block, dtype=dtype)
+        self.source_first = blocks.cumsum(0) - blocks
+        self.source_length = lengths
+        self.own_slots = torch.empty(0, len(memory), dtype=torch.long)
+        keep_sources = self.packed.functions.keep_sources
+        call(keep_sources, self.stack, self.addresses(), memory[real], len(memory))
+
+    def select(self, rows: Tensor) -> None:
+        """Continue with these rows, (sentences, hypotheses); as `CachedDecoder.select`."""
+        rows = rows.flatten()
+        self.source_first = self.source_first[rows]
+        self.source_length = self.source_length[rows]
+        self.own_slots = self.own_slots.index_select(1, rows)
+        if self.length % TOKENS_PER_BLOCK == 0:
+            return  # the last block is full: nothing more is written to it
+        last = self.own[-1]
+        if len(rows) > len(last):
+            self.own[-1] = last.new_empty(len(rows), *last.shape[1:])
+            self.own[-1][: len(last)] = last
+            last = self.own[-1]
+        bytes_per_slot = last.stride(0) * last.element_size()
+        copy_shared_slots = self.packed.functions.copy_shared_slots
+        call(copy_shared_slots, last, bytes_per_slot, len(last), self.own_slots[-1], len(rows))
+
+    def addresses(self) -> CacheAddresses:
+        """The cache for one call; the next one may have more blocks."""
+        own = (c_void_p * len(self.own))(*(block.data_ptr() for block in self.own))
+        tensors = (self.own_slots, self.source, self.source_first, self.source_length)
+        return CacheAddresses(ctypes.cast(own, c_void_p), *map(Tensor.data_ptr, tensors))
+
+
+class CompiledOutput:
+    """An output layer in C++: no logit is ever stored, only the largest ones are returned."""
+
+    def __init__(self, output: nn.Linear, int8: bool = False):
+        """`why_not` must have no objection to `output`."""
+        self.packed = Packed(int8)
+        with torch.inference_mode():
+            self.linear = self.packed.linear(output.weight, output.bias)
+        self.outputs = output.out_features
+
+    def largest(self, hidden: Tensor) -> Tensor:
+        """(N, D) → the output with the largest logit (N,), of equal ones the first."""
+        check_input(hidden, (len(hidden), self.linear.inputs))
+        hidden = hidden.contiguous()
+        chosen = torch.empty(len(hidden), dtype=torch.long)
+        call(self.packed.functions.largest, self.linear, hidden, len(hidden), chosen)
+        return chosen
+
+    def most_probable(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """(N, D) → the largest log-probabilities (N, C) and their outputs, best first.
+
+        C is `count`, at most the number of outputs.
+        """
+        check_input(hidden, (len(hidden), self.linear.inputs))
+        hidden = hidden.contiguous()
+        count = min(count, self.outputs)
+        chosen = torch.empty(len(hidden), count, dtype=torch.long)
+        log_probabilities = torch.empty(len(hidden), count)
+        inputs = (self.linear, hidden, len(hidden), count, log_probabilities, chosen)
+        call(self.packed.functions.most_probable, *inputs)
+        return log_probabilities, chosen
+
+
+def check_input(x: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise `ValueError` unless x is in fp32 on the CPU and has this shape: C++ does not ask."""
+    if x.shape != shape or x.dtype != torch.float32 or x.device.type != "cpu":
+        found = f"{tuple(x.shape)} in {x.dtype} on {x.device}"
+        raise ValueError(f"compiled decoding needs {tuple(shape)} in fp32 on the CPU, not {found}")
+
+
+def real_tokens(x: Tensor, padding: Tensor | None) -> Tensor:
+    """True where x (B, S, D) is no padding: (B, S)"""
+    if padding is None:
+        return torch.ones(x.shape[:2], dtype=torch.bool)
+    if padding.dtype != torch.bool or padding.shape != x.shape[:2]:
+        raise NotImplementedError("compiled decoding needs a boolean mask (B, S) of the padding")
+    return ~padding
+
+
+def row_of_mask(mask: Tensor | None, is_causal: bool | None, length: int) -> Tensor | None:
+    """The row of the target's mask for the newest of `length` tokens; None if it sees them all.
+
+    With `is_causal`, PyTorch does not read the mask. Without a mask, earlier tokens would see this
+    one: their keys and values could not be kept.
+    """
+    if mask is None:
+        raise NotImplementedError("without a causal mask there is nothing to keep")
+    if is_causal:
+        return None
+    if mask.dtype != torch.bool or mask.shape != (1, length):
+        found = f"{tuple(mask.shape)} in {mask.dtype}"
+        raise NotImplementedError(f"a cache needs a boolean tgt_mask (1, {length}), not {found}")
+    return mask.contiguous()

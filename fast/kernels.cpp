@@ -54,35 +54,19 @@ struct Dropout {
 
 extern "C" {
 
-// --------------------------------------------------------------------------------------------------------------- Embed and drop
+// ----------------------------------------------------------------------------------------------------------------- Copy and pad
 
-// x ← drop(factor · rows + positions), and a narrow copy. The row of positions is n mod length.
-void embed(const float* rows, const float* positions, float* x, Narrow* narrow, int64_t tokens, int64_t length, int64_t width,
-           double factor, double p, int64_t seed, int64_t threads) {
-  const Dropout dropout(p, seed);
+// to ← wide + narrow, one of which may be null, and a narrow copy; the rows from `tokens` to `rows` become 0.
+void copy_rows(const float* wide, const Narrow* narrow, float* to, Narrow* narrow_to, int64_t tokens, int64_t rows, int64_t width,
+               int64_t threads) {
 #pragma omp parallel for num_threads(threads)
-  for (int64_t n = 0; n < tokens; ++n) {
-    const uint32_t key = dropout.row_key(n);
-    for (int64_t j = 0; j < width; j += kLanes) {
-      const Floats sum = load(rows + n * width + j) * float(factor) + load(positions + n % length * width + j);
-      const Floats kept = sum * dropout.factors(key, j);
-      store(x + n * width + j, kept);
-      if (narrow) store(narrow + n * width + j, kept);
-    }
-  }
-}
-
-void embed_backward(const float* grad, const Narrow* narrow_grad, float* rows_grad, int64_t tokens, int64_t width, double factor,
-                    double p, int64_t seed, int64_t threads) {
-  const Dropout dropout(p, seed);
-#pragma omp parallel for num_threads(threads)
-  for (int64_t n = 0; n < tokens; ++n) {
-    const uint32_t key = dropout.row_key(n);
-    for (int64_t j = 0; j < width; j += kLanes) {
-      Floats g{};
-      if (grad) g += load(grad + n * width + j);
-      if (narrow_grad) g += load(narrow_grad + n * width + j);
-      store(rows_grad + n * width + j, g * dropout.factors(key, j) * float(factor));
+  for (int64_t n = 0; n < rows; ++n) {
+    for (int64_t j = n * width; j < (n + 1) * width; j += kLanes) {
+      Floats x{};
+      if (wide && n < tokens) x += load(wide + j);
+      if (narrow && n < tokens) x += load(narrow + j);
+      store(to + j, x);
+      if (narrow_to) store(narrow_to + j, x);
     }
   }
 }

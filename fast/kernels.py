@@ -7,7 +7,7 @@ generator for each call; masks follow from the seed and are never stored.
 
 N tokens, D width, B sentences, T queries, S keys, V vocabulary. D, the width of a head and that of
 the feed-forward layers are multiples of 16, which C++ does not check. There may be more than B·T
-rows (see `rows_for`): the additional ones are 0 where they come from an embedding or an attention,
+rows (see `rows_for`): the additional ones are 0 where they come from `pad_rows` or an attention,
 their gradients are 0, and nothing reads them.
 """
 
@@ -41,14 +41,17 @@ def rows_for(tokens: int) -> int:
     return round_up(tokens, step)
 
 
-def embed(
-    rows: Tensor, positions: Tensor, factor: float, p: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """`dropout(rows * factor + positions, p)`
+def pad_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`F.pad(x.flatten(0, 1), …)`: wide (B, T, D) → wide and narrow (`rows_for(B·T)`, D)
 
-    (B, T, D) rows of an embedding, (T, D) → wide and narrow (`rows_for(B·T)`, D)
+    The additional rows are 0.
     """
-    return Embed.apply(rows, positions, float(factor), float(p), dtype)
+    return PadRows.apply(x, dtype)
+
+
+def unpad_rows(rows: Tensor, shape: torch.Size) -> Tensor:
+    """`rows[: B · T].view(shape)`: wide (N, D) → (B, T, D)"""
+    return UnpadRows.apply(rows, shape)
 
 
 def add_norm(
@@ -89,10 +92,19 @@ def self_attention(
 
 
 def cross_attention(
-    q: Tensor, kv: Tensor, bias: Tensor, mask: Tensor, shape: tuple[int, int], heads: int, p: float
+    q: Tensor,
+    kv: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    shape: tuple[int, int, int],
+    heads: int,
+    p: float,
 ) -> Tensor:
-    """As `self_attention`: narrow (B·T, D), narrow (B·S, 2·D), (3·D,), (B, S) → narrow (B·T, D)"""
-    return Attention.apply(q, kv, bias, mask, (*shape, mask.size(1)), heads, False, float(p))
+    """As `self_attention`: narrow (B·T, D), narrow (B·S, 2·D), (3·D,), (B, S) → narrow (B·T, D)
+
+    `shape` is (B, T, S).
+    """
+    return Attention.apply(q, kv, bias, mask, shape, heads, False, float(p))
 
 
 def softmax_loss(
@@ -134,37 +146,62 @@ def contiguous(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-class Embed(Function):
-    """See `embed`."""
+class PadRows(Function):
+    """See `pad_rows`."""
 
     @staticmethod
-    def forward(ctx, rows, positions, factor, p, dtype):
-        """→ the result, wide and narrow"""
-        width = rows.size(-1)
-        tokens = rows.numel() // width
-        wide = rows.new_empty(rows_for(tokens), width)
+    def forward(ctx, x, dtype):
+        """→ the rows, wide and narrow"""
+        width = x.size(-1)
+        wide = x.new_empty(rows_for(x.numel() // width), width)
         narrow, written = narrow_like(wide, dtype)
-        ctx.shape = rows.shape
+        ctx.shape = x.shape
         ctx.kernels = compiled(dtype)
-        ctx.settings = (factor, p, new_seed(p))
-        tensors = (rows.contiguous(), positions.contiguous(), wide, written)
-        sizes = (tokens, len(positions), width)
-        call(ctx.kernels.embed, *tensors, *sizes, *ctx.settings, torch.get_num_threads())
-        wide[tokens:] = 0
-        narrow[tokens:] = 0
+        copy_rows(ctx.kernels, x.contiguous(), None, wide, written)
         ctx.set_materialize_grads(False)
         return wide, narrow
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad, narrow_grad):
-        """→ the gradient of the rows"""
-        rows_grad = torch.empty(ctx.shape, dtype=torch.float32)
-        width = ctx.shape[-1]
-        tensors = (contiguous(grad), contiguous(narrow_grad), rows_grad)
-        sizes = (rows_grad.numel() // width, width)
-        call(ctx.kernels.embed_backward, *tensors, *sizes, *ctx.settings, torch.get_num_threads())
-        return rows_grad, None, None, None, None
+        """→ the gradient of x, the sum of both"""
+        x_grad = torch.empty(ctx.shape, dtype=torch.float32)
+        rows = x_grad.view(-1, ctx.shape[-1])
+        copy_rows(ctx.kernels, contiguous(grad), contiguous(narrow_grad), rows, None)
+        return x_grad, None
+
+
+class UnpadRows(Function):
+    """See `unpad_rows`."""
+
+    @staticmethod
+    def forward(ctx, rows, shape):
+        """→ (B, T, D)"""
+        ctx.rows = len(rows)
+        return rows[: shape[0] * shape[1]].view(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        """→ the gradient of the rows, 0 for the additional ones"""
+        width = grad.size(-1)
+        if grad.numel() == ctx.rows * width:
+            return grad.reshape(ctx.rows, width), None
+        rows_grad = grad.new_empty(ctx.rows, width)
+        copy_rows(compiled(torch.float32), grad.contiguous(), None, rows_grad, None)
+        return rows_grad, None
+
+
+def copy_rows(functions, wide, narrow, to, narrow_to) -> None:
+    """The sum of `wide` and `narrow`, one of which may be None, → `to` and, if given, `narrow_to`.
+
+    If there are fewer rows than in `to`, the others become 0.
+    """
+    width = to.size(-1)
+    given = wide if wide is not None else narrow
+    rows = min(len(to), given.numel() // width)
+    sizes = (rows, len(to), width, torch.get_num_threads())
+    call(functions.copy_rows, wide, narrow, to, narrow_to, *sizes)
 
 
 class AddNorm(Function):

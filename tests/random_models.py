@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import decoding
 from data import Collate
@@ -55,83 +55,6 @@ def make_model(
     return model
 
 
-def layer_of(model: Translator) -> nn.TransformerEncoderLayer:
-    """The second one of the encoder."""
-    return model.transformer.encoder.layers[1]
-
-
-def widen_feed_forward(layer: nn.Module) -> None:
-    """Twice as wide as the other layers."""
-    layer.linear1, layer.linear2 = nn.Linear(64, 192), nn.Linear(192, 64)
-
-
-class Recurrent(nn.Module):
-    """An encoder that is not PyTorch's."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.cells = nn.GRU(width, width, batch_first=True)
-
-    def forward(self, embedded: Tensor, src_key_padding_mask: Tensor) -> Tensor:
-        """(B, S, D) → (B, S, D)"""
-        return self.cells(embedded)[0]
-
-
-def use_a_recurrent_encoder(model: Translator) -> None:
-    model.transformer.encoder = Recurrent(model.config.d_model)
-
-
-def use_fewer_positions(model: Translator) -> None:
-    """Enough for short sentences; `check_length` still allows `max_length`."""
-    model.positions = model.positions[:12]
-
-
-def rename_positions(model: Translator) -> None:
-    table = model.positions
-    del model.positions
-    scale = model.config.d_model**0.5
-    model.embed = lambda embedding, ids, first=0: (
-        embedding(ids) * scale + table[first : first + ids.size(1)]
-    )
-
-
-OTHER_PARTS = [use_a_recurrent_encoder, use_fewer_positions, rename_positions]
-OTHER_WEIGHTS = [  # changes of a model, after each of which the plain way still computes it
-    lambda model: model.register_parameter(
-        "positions", nn.Parameter(model._buffers.pop("positions"))
-    ),
-    lambda model: setattr(
-        model, "adapter", nn.Linear(64, 64)
-    ),  # a class of the user's own may call it
-    lambda model: setattr(
-        model, "source_embedding", nn.Sequential(model.source_embedding, nn.Linear(64, 64))
-    ),
-    lambda model: setattr(model, "output", nn.Sequential(model.output)),
-    lambda model: setattr(model, "output", type("Own", (nn.Linear,), {})(64, WORDS)),
-    lambda model: setattr(model, "output", nn.Linear(64, WORDS, bias=False)),
-    lambda model: setattr(layer_of(model), "linear1", nn.Linear(64, 96, bias=False)),
-    lambda model: setattr(layer_of(model), "norm1", nn.LayerNorm(64, bias=False)),
-    lambda model: setattr(
-        model.transformer.decoder, "norm", nn.LayerNorm(64, elementwise_affine=False)
-    ),
-    lambda model: setattr(model.transformer.encoder, "norm", None),
-    *(
-        lambda model, options=options: setattr(
-            layer_of(model), "self_attn", nn.MultiheadAttention(64, 4, batch_first=True, **options)
-        )
-        for options in (dict(bias=False), dict(add_bias_kv=True), dict(add_zero_attn=True))
-    ),
-    # Sizes unlike those of the rest of the model.
-    lambda model: setattr(
-        layer_of(model), "self_attn", nn.MultiheadAttention(64, 16, batch_first=True)
-    ),
-    lambda model: widen_feed_forward(model.transformer.decoder.layers[-1]),
-    lambda model: widen_feed_forward(model.transformer.encoder.layers[-1]),
-    # A weight whose numbers do not lie side by side.
-    lambda model: setattr(layer_of(model).norm1, "weight", nn.Parameter(torch.ones(64, 2)[:, 0])),
-]
-
-
 def make_sources(seed: int, count: int, longest: int) -> list[list[int]]:
     """Sentences of 1 to `longest` tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -143,8 +66,8 @@ def beam_search(
     model: Translator, src: Tensor, src_pad: Tensor, limits: Tensor, **options
 ) -> tuple[Tensor, Tensor]:
     """The best hypothesis of each sentence, (B, T), and its score, (B,)."""
-    cache = decoding.start(model, src, src_pad)
-    hypotheses, scores = decoding.beam_search(cache, limits, BOS, EOS, **options)
+    state = decoding.Decoder(model).start(src, src_pad)
+    hypotheses, scores = decoding.beam_search(state, limits, BOS, EOS, **options)
     return hypotheses[:, 0], scores[:, 0]
 
 

@@ -1,7 +1,6 @@
 """Cached decoding finds what re-running the stock model finds; beam search scores as that model."""
 
 import math
-from functools import partial
 
 import pytest
 import random_models
@@ -11,10 +10,17 @@ from conftest import TINY
 from hypothesis import given
 from hypothesis import strategies as st
 from random_models import BOS, COLLATE, EOS, beam_search, make_sources, nearly_tie
-from torch import nn
 
 import decoding
-from decoding import Hypothesis, greedy, map_in_threads, output_limit, plan_batches, search
+from decoding import (
+    Decoder,
+    Hypothesis,
+    Steps,
+    greedy,
+    map_in_threads,
+    output_limit,
+    plan_batches,
+)
 from model import Translator
 
 
@@ -28,6 +34,11 @@ def batch_of(model, sources):
     """Padded sources, their padding, and the most tokens of each output."""
     src, src_pad = COLLATE.pad_sources(sources)
     return src, src_pad, output_limit((~src_pad).sum(1), model.config.max_length)
+
+
+def search(model, sources, collate, **options):
+    """With a cache, and without the C++ of fast/."""
+    return decoding.search(Decoder(model, compiled=False), sources, collate, **options)
 
 
 def best_tokens(model, sources, **options) -> list[list[int]]:
@@ -75,70 +86,28 @@ def test_in_float32_only_near_ties_differ():
         assert tokens == expected or nearly_tie(exact, source, tokens, expected)
 
 
-# ---------------------------------------------------------------- a model that was changed
-
-
-class Turned(nn.MultiheadAttention):
-    """Rotary positions in their simplest form: queries and keys are turned by their positions."""
-
-    def forward(self, query, key, value, **options):
-        if query is key:  # self-attention
-            angle = torch.arange(query.size(1), dtype=query.dtype)[:, None]
-            first, second = query[..., ::2], query[..., 1::2]
-            turned = first * angle.cos() - second * angle.sin()
-            other = first * angle.sin() + second * angle.cos()
-            query = key = torch.stack((turned, other), -1).flatten(2)
-        return super().forward(query, key, value, **options)
-
-
-def other_kind_of_attention(model) -> None:
-    """Not even the names of the weights are those that `step` knows."""
-
-    class Mean(nn.Module):
-        batch_first = True
-
-        def forward(self, query, key, value, **options):
-            return query.cumsum(1), None
-
-    model.transformer.decoder.layers[0].self_attn = Mean()
-
-
-def turn(model) -> None:
-    for layer in [*model.transformer.encoder.layers, *model.transformer.decoder.layers]:
-        layer.self_attn.__class__ = Turned
-
-
-@pytest.mark.parametrize("change", [turn, other_kind_of_attention])
-def test_a_changed_model_is_decoded_as_model_py_computes_it(change):
-    model = make_model()
-    sources = make_sources(0, 12, 14)
-    before = best_tokens(model, sources)
-    change(model)
-    notes = []
-    decoding.plain_start(model, notes.append)
-    assert notes == [decoding.CHANGED]
-    found = best_tokens(model, sources)
-    assert found == [greedy_by_the_stock_model(model, source) for source in sources] != before
-    for source, hypotheses in zip(sources, search(model, sources, COLLATE, beam=3), strict=True):
-        best = hypotheses[0]
-        length = len(best.tokens) + best.ended
-        score = model_score(model, source, best.tokens, best.ended) / length
-        assert math.isclose(best.score, score, rel_tol=1e-9)
-
-
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_model_as_it_is_needs_no_note(scale, dtype):
+    """Changed models are in tests/fast/test_edits.py."""
     notes = []
     with torch.autocast("cpu", torch.bfloat16):
-        decoding.plain_start(make_model(scale=scale, dtype=dtype), notes.append)
+        Decoder(make_model(scale=scale, dtype=dtype), compiled=False, log=notes.append)
     assert not notes
 
 
-def test_the_precision_of_products_is_put_back():
+@torch.inference_mode()
+def test_a_decoder_leaves_the_model_as_it_was():
     torch.set_float32_matmul_precision("high")  # which a fixture takes back
-    decoding.plain_start(make_model())
+    model = make_model(dtype=torch.float32).train()
+    model.transformer.encoder.eval()  # a part that does not learn
+    classes = [type(module) for module in model.modules()]
+    modes = [module.training for module in model.modules()]
+    state = Decoder(model).start(*COLLATE.pad_sources(make_sources(0, 2, 5)))
+    state.next_tokens(torch.tensor([BOS, BOS]), 0)
     assert torch.get_float32_matmul_precision() == "high"
+    assert [type(module) for module in model.modules()] == classes
+    assert [module.training for module in model.modules()] == modes
 
 
 # ---------------------------------------------------------------- beam search
@@ -227,11 +196,11 @@ def test_looking_seldom_finds_the_same(monkeypatch):
     model = make_model(scale=2.0)
     batch = batch_of(model, make_sources(0, 12, 14))
     tokens, scores = beam_search(model, *batch, beam=3, length_penalty=1.0)
-    at_once = greedy(decoding.start(model, *batch[:2]), batch[2], BOS, EOS)
+    at_once = greedy(Decoder(model).start(*batch[:2]), batch[2], BOS, EOS)
     monkeypatch.setattr(decoding, "should_check", lambda position, device: position % 8 == 7)
     later, later_scores = beam_search(model, *batch, beam=3, length_penalty=1.0)
     assert torch.equal(tokens, later) and torch.allclose(scores, later_scores, rtol=1e-9)
-    assert torch.equal(at_once, greedy(decoding.start(model, *batch[:2]), batch[2], BOS, EOS))
+    assert torch.equal(at_once, greedy(Decoder(model).start(*batch[:2]), batch[2], BOS, EOS))
 
 
 def test_weak_hypotheses_that_end_early_do_not_cut_off_a_strong_one():
@@ -247,18 +216,20 @@ def test_memory_of_a_beam(monkeypatch):
     model = make_model()
     sources = [[5] * 60 for _ in range(128)]
     shapes = []
-    take_step = decoding.step
+    take_step = Steps.hidden
 
-    def spy(cache, tokens, position):
-        shapes.append((len(tokens), cache.own_keys[0].size(2), len(cache.source_keys[0])))
-        return take_step(cache, tokens, position)
+    def spy(steps, tokens, position):
+        hidden = take_step(steps, tokens, position)
+        (decoder,) = steps.decoders
+        shapes.append((len(tokens), decoder.own_keys[0].size(2), len(decoder.source_keys[0])))
+        return hidden
 
-    monkeypatch.setattr(decoding, "step", spy)
+    monkeypatch.setattr(Steps, "hidden", spy)
     search(model, sources, COLLATE, beam=8, batches=decoding.plan_for(model, [60] * 128, 8)[:1])
     rows, room, source_rows = zip(*shapes)
     assert max(rows) <= 128
     assert max(source_rows) <= 128 / 8
-    assert max(room) < len(shapes) + decoding.CACHE_ROOM
+    assert max(room) <= len(shapes) + decoding.CACHE_ROOM
     long = decoding.plan_for(model, [511] * 128, 8)
     assert max(map(len, long)) * 8 * 512 <= 2**15
 
@@ -272,18 +243,23 @@ def test_decodes_under_autocast(beam):
     model, sources = make_model(dtype=torch.float32, scale=1.0), make_sources(0, 8, 14)
     src, src_pad = COLLATE.pad_sources(sources)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        cache = decoding.start(model, src, src_pad)
-        logits = decoding.step(cache, torch.full((8,), BOS), 0)
+        state = Decoder(model).start(src, src_pad)
+        hidden = state.hidden(torch.full((8,), BOS), 0)
+        logits = state.logits(hidden)
         found = best_tokens(model, sources, beam=beam)
-    assert cache.own_keys[0].dtype is torch.bfloat16 and logits.dtype is torch.float32
+    assert state.decoders[0].own_keys[0].dtype is torch.bfloat16
+    assert hidden.dtype is logits.dtype is torch.float32
     assert len(found) == 8 and all(0 <= token < 40 for row in found for token in row)
 
 
 def test_a_model_in_training_keeps_no_graph_of_what_it_decodes():
     model = make_model(dtype=torch.float32)
-    cache = decoding.start(model, *COLLATE.pad_sources(make_sources(0, 2, 5)))
+    sources = COLLATE.pad_sources(make_sources(0, 2, 5))
+    state = Decoder(model, compiled=False).start(*sources)
+    greedy(state, torch.tensor([3, 3]), BOS, EOS)
     assert all(weight.requires_grad for weight in model.parameters())
-    assert not any(keys.requires_grad for keys in cache.source_keys + cache.own_values)
+    (decoder,) = state.decoders
+    assert not any(keys.requires_grad for keys in decoder.source_keys + decoder.own_values)
 
 
 def test_order_empty_sources_and_the_cap():
@@ -301,12 +277,13 @@ def test_order_empty_sources_and_the_cap():
 
 
 def test_no_step_once_all_have_ended(monkeypatch):
-    model, positions, step = make_model(), [], decoding.step
+    model, positions, take_step = make_model(), [], Steps.hidden
     model.output.bias.data[EOS] = 1e9
-    monkeypatch.setattr(decoding, "step", lambda *given: positions.append(given[2]) or step(*given))
+    decoder = Decoder(model, compiled=False)
+    spy = lambda *given: positions.append(given[2]) or take_step(*given)  # noqa: E731
+    monkeypatch.setattr(Steps, "hidden", spy)
     for beam in (1, 3):
-        begin = partial(decoding.start, model)
-        search(model, make_sources(0, 8, 14), COLLATE, beam=beam, begin=begin)
+        decoding.search(decoder, make_sources(0, 8, 14), COLLATE, beam=beam)
     assert max(positions) <= 1  # the limits are 13 and more
 
 
@@ -355,7 +332,7 @@ def found_on(steps: list[dict], limit: int, beam: int, penalty: float) -> tuple[
     {"after 5": {…}} are those behind token 5.
     """
 
-    class Scripted(decoding.Cache):
+    class Scripted:
         def top_tokens(self, tokens, position, count):
             probabilities = torch.full((len(tokens), 40), 1e-9, dtype=torch.float64)
             for row, last in enumerate(tokens.tolist()):
@@ -368,8 +345,9 @@ def found_on(steps: list[dict], limit: int, beam: int, penalty: float) -> tuple[
         def select(self, rows):
             pass
 
-    cache = Scripted(None, [], [], [], [], None)
-    tokens, scores = decoding.beam_search(cache, torch.tensor([limit]), BOS, EOS, beam, penalty)
+    tokens, scores = decoding.beam_search(
+        Scripted(), torch.tensor([limit]), BOS, EOS, beam, penalty
+    )
     return tokens[0].tolist(), scores[0].exp().tolist()
 
 

@@ -13,9 +13,8 @@ import torch
 from conftest import ROOT, TINY_FLAGS, forked, forked_ranks, reversed_digits, write_pairs
 
 import evaluate as script
-import fast
 from data import collate_for
-from decoding import Hypothesis, Translations, translate_lines
+from decoding import Decoder, Hypothesis, Translations, translate_lines
 from engine.checkpoint import save
 from engine.distributed import World
 from engine.errors import UserError
@@ -469,7 +468,7 @@ def test_a_pipe_is_not_opened_before_the_translations_are_there(tmp_path, monkey
 def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):
     trained = load_trained(tiny_run)
     trained.model.output.bias.data[2] = -1e9  # the end token
-    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    tools = Decoder(trained.model), trained.source_tokenizer, trained.target_tokenizer
 
     def gather(share):
         """As if rank 1 had translated the other lines."""
@@ -485,7 +484,7 @@ def test_outputs_that_never_end_are_counted_over_all_ranks(tiny_run):
 
 def test_ranks_on_unlike_machines_follow_one_plan(tiny_run):
     trained, plans, shares = load_trained(tiny_run), [], []
-    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    tools = Decoder(trained.model), trained.source_tokenizer, trained.target_tokenizer
     lines = [str(number) for number in range(10, 80)]
     for rank in (0, 1):
         torch.set_num_threads(1 + 3 * rank)  # which a fixture sets back
@@ -499,7 +498,7 @@ def test_ranks_on_unlike_machines_follow_one_plan(tiny_run):
 def test_the_length_penalty_is_heeded(tiny_run):
     """With a model that has learned little, whose long outputs are unlikely."""
     trained = load_trained(tiny_run)
-    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    tools = Decoder(trained.model), trained.source_tokenizer, trained.target_tokenizer
     lines = [source for source, _ in reversed_digits(30, seed=3)]
     short, long = (
         translate_lines(*tools, lines, beam=4, length_penalty=penalty) for penalty in (0.0, 5.0)
@@ -525,14 +524,14 @@ def test_the_mean_of_the_last_checkpoints_is_scored(tiny_run, evaluate, tmp_path
     trained = load_trained(tiny_run, average=2)
     assert read_score(tiny_run, "test-greedy-average2-first20")["checkpoint"] == trained.name
     sources = [source for source, _ in reversed_digits(2200)[2100:2120]]
-    tools = (trained.model, trained.source_tokenizer, trained.target_tokenizer)
+    tools = (Decoder(trained.model), trained.source_tokenizer, trained.target_tokenizer)
     expected = translate_lines(*tools, sources).texts
     assert (tmp_path / "mean.txt").read_text(encoding="utf-8").splitlines() == expected
 
 
 def test_int8_from_the_command_line(toy_run, evaluate):
     try:
-        fast.decoder(load_trained(toy_run / "runs/toy").model, int8=True)
+        Decoder(load_trained(toy_run / "runs/toy").model, int8=True)
     except UserError as error:
         pytest.skip(str(error))
     output = evaluate(toy_run, precision="int8")
@@ -557,8 +556,8 @@ def test_format_and_decoder_reach_the_translation(tiny_run, evaluate, monkeypatc
     seen = []
     hidden = Translator.hidden
 
-    def translate(*_, begin, **__):
-        seen.append((torch.is_autocast_enabled("cpu"), begin))
+    def translate(decoder, *_, **__):
+        seen.append((torch.is_autocast_enabled("cpu"), decoder))
         return Translations(["one"] * 4, [], 8, 0, 0)
 
     def noted_hidden(model, *batch):
@@ -566,10 +565,10 @@ def test_format_and_decoder_reach_the_translation(tiny_run, evaluate, monkeypatc
         return hidden(model, *batch)
 
     monkeypatch.setattr(script, "translate_lines", translate)
-    monkeypatch.setattr("loading.fast.start", lambda *_: "the start")
+    monkeypatch.setattr("loading.Decoder", lambda *_, **__: "the decoder")
     monkeypatch.setattr(Translator, "hidden", noted_hidden)
     evaluate(tmp_path, ckpt=tiny_run, limit=4, precision="bf16", teacher_forced=True)
-    assert seen == [(True, "the start"), True]
+    assert seen == [(True, "the decoder"), True]
 
 
 @pytest.mark.parametrize("ends_at_once", [True, False])
@@ -578,7 +577,7 @@ def test_end_tokens_count_where_there_is_one(tiny_run, ends_at_once):
     trained = load_trained(tiny_run)
     tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
     trained.model.output.bias.data[2] = 1e9 if ends_at_once else -1e9
-    found = translate_lines(trained.model, *tokenizers, ["一", "", "二三"])
+    found = translate_lines(Decoder(trained.model), *tokenizers, ["一", "", "二三"])
     lengths = [len(ids) + 1 for ids in encode(trained.source_tokenizer, ["一", "二三"])]
     limits = [int(1.5 * length) + 10 for length in lengths]
     assert found.tokens == (2 if ends_at_once else sum(limits))

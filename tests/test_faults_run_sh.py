@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 from conftest import HANGS, ROOT
 
-from engine.run import find_run
-
 # Of the virtual environment and of the system; it makes environments by copying itself.
 FAKE_PYTHON = """#!/usr/bin/env bash
 echo "$@
@@ -23,7 +21,7 @@ case "$*" in
     *importlib.metadata*) exit "${WITHOUT_TORCH:-0}" ;;
     *ensurepip*) exit "${WITHOUT_ENSUREPIP:-0}" ;;
     *is_available*) exit "${WITHOUT_GPU:-0}" ;;
-    *read_settings* | *json.load*) exec "$REAL_PYTHON" "$@" ;;
+    *json.load*) exec "$REAL_PYTHON" "$@" ;;
     *"--index-url $UNREACHABLE"*) exit 1 ;;
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *train.py*)
@@ -32,16 +30,11 @@ case "$*" in
             touch started
             for i in $(seq "$TRAINS_FOR"); do sleep 0.1; done
         fi
-        while [ $# -gt 1 ]; do
-            case "$1 $2" in
-                "--run "*/* | "--resume "*) folder="$2" ;;
-                "--run "*) folder="runs/$2" ;;
-            esac
-            shift
-        done
-        mkdir -p "${folder:=runs/from_settings}"
-        echo "{\\"device\\": \\"${DEVICE:-auto}\\"}" > "$folder/config.json"
-        echo "${LAST_LINE:-next: python evaluate.py}" > "$folder/train.log"
+        [ "${OUTCOME-finished}" = "" ] || cat > "$RUN_OUTCOME" <<END
+{"folder": "${FOLDER:-runs/made}", "outcome": "${OUTCOME:-finished}",
+ "device": "${DEVICE:-auto}", "notice": "${NOTICE:-}"}
+END
+        echo "$RUN_OUTCOME" > outcome
         exit "${CODE:-0}" ;;
 esac
 """
@@ -100,10 +93,8 @@ def test_installs_once_and_evaluates_the_run_that_it_trained(place):
     assert f"-c {folder}/constraints.txt -r {folder}/requirements.txt\n" in calls
     code, _, calls = run_sh(place, "--", "--data", "my_corpus")
     assert code == 0 and "-m pip" not in calls and "-m venv" not in calls
-    name = calls.split("--run ")[1].split()[0]
-    assert f"evaluate.py --ckpt runs/{name} --device auto\n" in calls
-    assert f"{folder}/train.py" in calls
-    assert (place / f"home/runs/{name}/train.log").exists()  # relative to where the user is
+    assert f"evaluate.py --ckpt runs/made --device auto\nin {place}/home\n" in calls
+    assert f"{folder}/train.py --data my_corpus\n" in calls
     with (folder / "constraints.txt").open("a") as file:  # other versions are installed again
         file.write("tqdm==4.0.0\n")
     calls = run_sh(place)[2]
@@ -171,7 +162,8 @@ def test_the_printed_commands_can_be_typed_from_anywhere(place):
     (place / "repo").rename(place / "my repo")
     printed = run_sh(place, repo="my repo", VENV=f"{place}/it's")[1]
     typed = [shlex.split(words)[1] for words in re.findall(r"(?:source .*|python .*\.py)", printed)]
-    scripts = [f"{place}/my repo/{name}.py" for name in ("translate", "evaluate", "train")]
+    names = ("translate", "evaluate", "report", "train")
+    scripts = [f"{place}/my repo/{name}.py" for name in names]
     assert typed == [f"{place}/it's/bin/activate", *scripts]
 
 
@@ -199,40 +191,41 @@ def test_the_verbs(place):
     assert printed.startswith("error: unknown verb 'train_all'; use: ")
 
 
+def test_help_installs_nothing(place):
+    for word in ("--help", "-h", "help"):
+        code, printed, calls = run_sh(place, word)
+        assert code == 0 and not calls and not (place / "repo/.venv").exists()
+        lines = printed.splitlines()
+        assert max(map(len, lines)) <= 80 and lines[-1] == "is made there."
+        for verb in ("test", "lenet", "wikitext", "attention", "pipeline", "collectives", "gpt"):
+            assert re.search(rf"run\.sh.*\b{verb}\b", printed)
+
+
+def test_through_links(place):
+    """A link to run.sh in another folder, and a link to that link."""
+    (place / "links/deep").mkdir(parents=True)
+    (place / "links/deep/first.sh").symlink_to("../../repo/run.sh")  # from where the link lies
+    (place / "links/run.sh").symlink_to(place / "links/deep/first.sh")
+    code, _, calls = run_sh(place, repo="links")
+    assert code == 0 and f"-r {place}/repo/requirements.txt" in calls
+    assert f"{place}/repo/train.py\n" in calls and (place / "repo/.venv").exists()
+
+
 # ---------------------------------------------------------------- training, then evaluation
 
 
-def test_the_run_that_the_flags_name_is_evaluated(place, monkeypatch):
-    (place / "home/runs/d").mkdir(parents=True)
-    for folder in ("runs/a", "runs/b", "elsewhere/c", "d"):
-        (place / "home" / folder).mkdir(parents=True)
-        (place / "home" / folder / "train.log").write_text("next: python evaluate.py\n")
-        (place / "home" / folder / "config.json").write_text('{"device": "auto"}')
-    (place / "home/s.yaml").write_text("lr: 1\nresume: null\nrun: elsewhere/c\n")
-    home = str(place / "home")
-    monkeypatch.chdir(home)
-    folders = {
-        "--run a": "runs/a",
-        "--run q/r": "q/r",  # a path
-        "--resume runs/b": "runs/b",
-        "--lr 1 --resume=b": "runs/b",
-        "--resume d": "d",  # runs/d is no run
-        "s.yaml": "elsewhere/c",
-        "--run=~/elsewhere/c": f"{home}/elsewhere/c",
-    }
-    for flags, folder in folders.items():
-        code, _, calls = run_sh(place, "--", *flags.split(), HOME=home)
-        assert code == 0 and f"evaluate.py --ckpt {folder} --device auto\n" in calls, flags
-        name = re.split("[ =]", flags)[-1]
-        if "~" not in flags and ".yaml" not in flags:
-            assert find_run(name) == Path(folder)  # as evaluate.py and --resume find it
+@pytest.mark.parametrize("folder", ["runs/a", "elsewhere/my run", "runs/实验 一"])
+def test_the_run_that_was_trained_is_evaluated(place, folder):
+    code, _, calls = run_sh(place, FOLDER=folder, LC_ALL="C")
+    assert code == 0 and f"evaluate.py --ckpt {folder} --device auto\n" in calls
+    left = Path((place / "home/outcome").read_text().strip())
+    assert left.is_absolute() and not left.exists()
 
 
-def test_a_null_in_a_settings_file_names_no_run(place):
-    (place / "home/s.yaml").write_text("resume: null\nrun: ~\n")
-    code, _, calls = run_sh(place, "--", "s.yaml")
-    (name,) = re.findall("train.py s.yaml --run ([^ ]+)\n", calls)
-    assert code == 0 and f"evaluate.py --ckpt runs/{name} " in calls
+def test_where_nothing_was_trained_nothing_is_evaluated(place):
+    """A settings file may say `check: true`."""
+    code, printed, calls = run_sh(place, "--", "s.yaml", OUTCOME="")
+    assert code == 0 and "evaluate.py" not in calls and "Next:" not in printed
 
 
 def test_evaluation_uses_the_device_of_the_training(place):
@@ -243,9 +236,9 @@ def test_evaluation_uses_the_device_of_the_training(place):
 def test_on_a_cpu_time_is_limited_unless_a_settings_file_or_a_run_says_how_long(place):
     minutes = 60 if os.path.isdir("/opt/minidataset") else 3.5
     commands = {
-        "--data d": "train.py --max_minutes 60 --dropout 0 --data d --run [^ ]+",
-        "--lr 1": f"train.py --max_minutes {minutes} --dropout 0 --lr 1 --run [^ ]+",
-        "s.yaml --lr 1": "train.py s.yaml --lr 1 --run [^ ]+",
+        "--data d": "train.py --max_minutes 60 --dropout 0 --data d",
+        "--lr 1": f"train.py --max_minutes {minutes} --dropout 0 --lr 1",
+        "s.yaml --lr 1": "train.py s.yaml --lr 1",
         "--resume runs/b": "train.py --resume runs/b",
     }
     for flags, expected in commands.items():
@@ -278,16 +271,15 @@ def test_a_signal_ends_it_and_nothing_is_evaluated(place, number):
 
 
 def test_a_run_that_was_interrupted_or_failed_is_not_evaluated(place):
-    assert 'f"to resume: ' in (ROOT / "engine/run.py").read_text(encoding="utf-8")
-    interrupted = "to resume: python train.py --resume runs/x"
-    code, printed, calls = run_sh(place, LAST_LINE=interrupted)
+    code, printed, calls = run_sh(place, OUTCOME="interrupted")
     assert code == 130 and "interrupted" in printed and "evaluate.py" not in calls
     code, _, calls = run_sh(place, CODE="2")
     assert code == 2 and "evaluate.py" not in calls
+    assert not Path((place / "home/outcome").read_text().strip()).exists()
 
 
 def test_the_last_line_of_a_run_on_the_sample_says_so(place):
     notice = "bundled sample, not WMT19: this score says only that the program works"
-    code, printed, _ = run_sh(place, LAST_LINE=f"data: sample; {notice}")
-    assert code == 0 and notice in printed.rstrip().splitlines()[-1]
-    assert "bundled sample" not in run_sh(place, LAST_LINE="data: mine")[1]
+    code, printed, _ = run_sh(place, NOTICE=notice)
+    assert code == 0 and notice == printed.rstrip().splitlines()[-1]
+    assert "bundled sample" not in run_sh(place)[1]

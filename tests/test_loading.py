@@ -105,13 +105,18 @@ def test_the_newest_run(run, monkeypatch):
 
 
 def test_the_faster_decoder_is_in_8_bits_if_asked(run, monkeypatch):
-    monkeypatch.setattr("fast.start", lambda model, int8, log: "int8" if int8 else "fp32")
-    flags = SimpleNamespace(ckpt=str(run), precision="int8")
+    monkeypatch.setattr("loading.Decoder", lambda model, **options: options)
+    flags = SimpleNamespace(ckpt=str(run), precision="int8", fast=True)
     lines = []
     _, precision, found = load_for_decoding(
         flags, 1, World(0, 1, torch.device("cpu")), lines.append
     )
-    assert found == "int8" and "rounded to 8 bits" in lines[-1] and precision.name == "fp32"
+    assert (
+        found["int8"]
+        and found["compiled"]
+        and "rounded to 8 bits" in lines[-1]
+        and precision.name == "fp32"
+    )
 
 
 # ---------------------------------------------------------------- means

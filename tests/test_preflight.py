@@ -66,6 +66,53 @@ def test_good_data_give_no_warning_and_the_costs_of_the_run(tmp_path, pairs, cap
     assert machine.describe_load() == ""
 
 
+def settings(**changed):
+    return config(**{"epochs": 3, "max_steps": 0, **changed})
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        (dict(), "about 7.5 min for 300 steps"),
+        (dict(max_steps=50), "about 1.2 min for 50 steps"),
+        (dict(epochs=5000), "about 8.7 days for 500,000 steps"),
+        (dict(epochs=5000, max_minutes=30.0), "30 min (--max_minutes) for about 1,200 steps"),
+        (dict(max_minutes=30.0), "about 7.5 min for 300 steps"),
+    ],
+)
+def test_the_time_is_that_of_epochs_steps_or_minutes(changed, said):
+    """An epoch has 100 steps and takes 2.5 minutes."""
+    assert preflight.describe_time(settings(**changed), 100, 2.5) == said
+
+
+def test_the_disk_that_a_run_needs(tmp_path, pairs, capsys, monkeypatch):
+    """As much as its checkpoints take: 2 kept, the best and one being written; 3 with moments."""
+    needed = []
+    monkeypatch.setattr(
+        preflight, "check_disk", lambda folder, needed_bytes: needed.append(needed_bytes)
+    )
+    data = write_pairs(tmp_path / "x", pairs, SPLITS)
+    preflight.check(config(data=str(data), keep=2))
+    out = capsys.readouterr().out
+    parameters = int(re.search(r"([\d,]+) parameters", out)[1].replace(",", ""))
+    weights = 4 * parameters
+    assert preflight.RESUMABLE == 2
+    assert needed[0] == pytest.approx(4 * weights + 3 * 2 * weights + 8 * 500 * 20, rel=0.02)
+
+
+def test_the_vocabularies_of_a_sample_are_those_of_all_rows(tmp_path, pairs, capsys, monkeypatch):
+    """A tenth of the rows do not have the words for a vocabulary of 1,000."""
+    monkeypatch.setattr(preflight, "SAMPLE", 25)
+    data = write_pairs(tmp_path / "x", pairs, SPLITS)
+    preflight.check(config(data=str(data), source_vocab=900, target_vocab=1000))
+    out = capsys.readouterr().out
+    parameters = int(re.search(r"model: about ([\d,]+) parameters", out)[1].replace(",", ""))
+    with torch.device("meta"):
+        model = preflight.Translator(preflight.sizes_of(config(), 900, 1000))
+    assert parameters == sum(weight.numel() for weight in model.parameters())
+    assert re.search(r"about [\d,]+ steps per epoch", out)
+
+
 @pytest.mark.parametrize("seconds", [0.5, 30.0])
 def test_the_speed_is_that_of_warm_undisturbed_steps(seconds, monkeypatch):
     """A step takes 0.1 s and 1 ms per token; the first and third of each size 9 s more."""
@@ -162,11 +209,6 @@ def test_the_lowest_memory_limit_of_the_control_groups_counts(tmp_path):
     assert machine.cgroup_limit(tmp_path, own) == 8000
     (tmp_path / "slurm" / "memory.max").write_text("5000\n")
     assert machine.cgroup_limit(tmp_path, own) == 5000
-
-
-def test_rows_of_json_are_counted_by_lines(tmp_path, pairs):
-    data = write_pairs(tmp_path / "x", pairs, SPLITS)
-    assert preflight.rows_in(find_text(str(data)), pairs[:300], 300) == 500
 
 
 def test_swapped_languages_and_a_run_that_exists_are_one_line(tmp_path, pairs):

@@ -808,3 +808,18 @@ def test_a_non_finite_loss_stops_before_the_update_and_names_the_step(toy_data, 
             config(data=str(toy_data), run=str(here), max_steps=50, eval_every=3, log_every=20)
         )
     assert sorted(path.name for path in (here / "checkpoints").glob("step-*")) == ["step-3"]
+
+
+def test_what_is_no_part_of_the_minutes_is_said_before_preparing():
+    said = []
+
+    def prepare(function):
+        raise UserError("preparing")
+
+    world = SimpleNamespace(on_main=prepare)
+    run = SimpleNamespace(log=said.append, cache=None, world=world)
+    for minutes in (0.0, 2.0):
+        with pytest.raises(UserError, match="preparing"):
+            training.load_data(config(max_minutes=minutes), run)
+    note = "note: preparing the data and the last validation are not part of --max_minutes"
+    assert said == [note]

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from conftest import fork_ranks, run_script
+from conftest import fork_ranks, forked, run_script
 
 import translate as script
-from decoding import translate_lines
+from decoding import Decoder, translate_lines
 from engine.errors import UserError
 from loading import load_trained
 
@@ -18,7 +18,7 @@ from loading import load_trained
 def reference(tiny_run):
     """A function: these lines translated by the model directly."""
     trained = load_trained(tiny_run)
-    tools = trained.model, trained.source_tokenizer, trained.target_tokenizer
+    tools = Decoder(trained.model), trained.source_tokenizer, trained.target_tokenizer
     return lambda lines, **options: translate_lines(*tools, lines, **options).texts
 
 
@@ -70,6 +70,11 @@ def test_lines_of_standard_input(tiny_run, reference):
     assert "no --ckpt given, using the newest run: runs" in result.stderr
     assert "device: " in result.stderr
     assert "Traceback" not in result.stderr and "Warning" not in result.stderr
+
+
+def test_the_first_word_may_be_the_run(tiny_run, reference, tmp_path):
+    output = forked("translate.py", tiny_run, "一二三", "四", "--device", "cpu", cwd=tmp_path)
+    assert output.splitlines()[-2:] == reference(["一二三", "四"])
 
 
 def give_standard_input(text: str) -> None:
@@ -166,6 +171,13 @@ def test_the_best_of_each_line_with_scores(called, reference, monkeypatch, beam)
     assert best == reference(lines, beam=beam)
     scores = [float(score) for number, _, score in rows if number == "2"]
     assert scores == sorted(scores, reverse=True) and scores[0] < 0
+
+
+def test_tiny_scores_keep_their_order(called):
+    """With a length penalty of 10 a score is divided by the length to the power of 10."""
+    out, _ = called("一二三四五", beam=3, nbest=3, length_penalty=10.0)
+    scores = [float(line.split(" ||| ")[2]) for line in out.splitlines()]
+    assert -1e-4 < scores[0] < 0 and scores == sorted(set(scores), reverse=True)
 
 
 @pytest.mark.parametrize(

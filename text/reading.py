@@ -192,6 +192,25 @@ def share_of_chinese(rows: list[tuple[str, str]], side: int) -> float:
     return found / len(rows)
 
 
+def count_rows(text: ParallelText) -> int:
+    """The number of training rows, bad ones included: exact for parquet and arrow, else lines."""
+    files = text.files["train"]
+    if text.form == "parquet":
+        import pyarrow.parquet
+
+        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in files)
+    if text.form in ("arrow", "save_to_disk", "hub"):
+        from datasets import Dataset
+
+        return sum(Dataset.from_file(str(file)).num_rows for file in files)
+    lines = 0
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(2**22):
+                lines += block.count(b"\n")
+    return lines // 2 if text.form in PAIRED else lines
+
+
 # ------------------------------------------------------------------------ files and splits
 
 
@@ -354,5 +373,6 @@ def hub_files(path: str, source: str, target: str, log: Callable) -> dict[str, l
     except Exception as error:
         raise UserError(
             f"{path} does not exist on disk, and the hub cannot be reached or does not have it "
-            f"({type(error).__name__}: {short(error)}); HF_HUB_OFFLINE=1 uses an earlier download"
+            f"({type(error).__name__}: {short(error)}); HF_ENDPOINT=https://hf-mirror.com uses a "
+            "mirror, HF_HUB_OFFLINE=1 an earlier download"
         ) from error

@@ -121,10 +121,12 @@ def load_tokenizer(name: str):
         )
     except Exception as error:  # of damaged files the libraries raise what they happen to meet
         what = "no such folder, and it cannot be loaded from the hub"
+        remedy = "; if the hub is out of reach, set HF_ENDPOINT=https://hf-mirror.com, a mirror"
         if is_folder:
             what = "no tokenizer can be read from this folder"
+            remedy = ""
         reason = " ".join(str(failure or error).split())[:200]
-        raise UserError(f"tokenizer {name}: {what} ({reason})") from None
+        raise UserError(f"tokenizer {name}: {what} ({reason}){remedy}") from None
     for token, id in special_ids(tokenizer, name).items():
         # If ids are left out, the highest can exceed the number of tokens, which is the size of
         # the embedding.

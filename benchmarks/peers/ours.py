@@ -41,9 +41,8 @@ def train(task: Task) -> dict:
     vocabularies = (len(corpus.source_tokenizer), len(corpus.target_tokenizer))
     model = Translator(ModelConfig(*vocabularies, **task.sizes)).to(device).train()
     if use_fast:
-        loss_of = fast.loss(model, LABEL_SMOOTHING, precision.dtype, print)
-    else:
-        loss_of = SummedLoss(model, LABEL_SMOOTHING)
+        fast.use_kernels(model, precision.dtype, print)
+    loss_of = SummedLoss(model, LABEL_SMOOTHING, sliced=use_fast)
     algorithm = "muon" if "muon" in words else "adamw"
     optimizer = make_optimizer(algorithm, model, model.transformer, LEARNING_RATE, precision.dtype)
     weights = list(model.parameters())
@@ -73,14 +72,13 @@ def decode(task: Task) -> dict:
     model.load_state_dict(torch.load(Path(task.folder) / "weights.pt"))
     model.to(device)
     with precision.autocast():
-        begin = None if "plain" in words else fast.start(model, int8=name == "int8")
+        decoder = decoding.Decoder(model, compiled="plain" not in words, int8=name == "int8")
     search = partial(
         decoding.search,
-        model,
+        decoder,
         collate=Collate(task.source_ids, task.target_ids),
         beam=task.beam,
         length_penalty=task.length_penalty,
-        begin=begin,
     )
 
     def translate(sources: list[list[int]]) -> list[list[int]]:

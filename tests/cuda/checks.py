@@ -16,12 +16,11 @@ from pretend import CUDA, GPU, forget  # isort: skip  (before torch)
 import torch
 
 import decoding
-import fast
 from data import BucketSampler, Collate, batches_of
 from engine.distributed import World
 from engine.optimizer import make_optimizer
 from engine.precision import Precision
-from fast.training import SlicedLoss
+from fast import can_slice
 from labs.attention_op import attention, gelu, use_in
 from model import ModelConfig, SummedLoss, Translator, cross_attention
 from text.rows import flatten
@@ -90,9 +89,7 @@ def train(
     precision = Precision(CUDA, dtype, "")
     if attention:
         use_in(model, attention)
-    loss_of = SummedLoss(model, 0.1)
-    if use_fast:
-        loss_of = fast.loss(model, 0.1, precision.dtype)
+    loss_of = SummedLoss(model, 0.1, sliced=use_fast)
     weights = list(model.parameters())
     optimizer = make_optimizer(optimizer, model, model.transformer, 1e-3, precision.dtype)
     source = batches(accumulate=accumulate)
@@ -113,18 +110,19 @@ def train(
 
 
 def loss_in_slices() -> None:
-    """Only where it is right: not in fp16, and not for a model with a weight that it ignores."""
+    """Not in fp16, and not for logits that are more than the output layer."""
     model = make()
-    assert type(fast.loss(model, 0.1, torch.bfloat16)) is SlicedLoss
-    assert type(fast.loss(model, 0.1, torch.float16)) is SummedLoss
-    model.adapter = torch.nn.Parameter(torch.zeros(1, device=CUDA))
-    assert type(fast.loss(model, 0.1, torch.bfloat16)) is SummedLoss
+    for dtype, expected in ((torch.bfloat16, True), (torch.float16, False)):
+        with torch.autocast("cuda", dtype):
+            assert can_slice(model.logits, model.output) is expected
+    assert not can_slice(lambda hidden: model.output(hidden) / 2, model.output)
 
 
 def validation_loss() -> None:
     """The loss of a split, between training steps."""
     validation = object.__new__(Validation)
     validation.model = make()
+    validation.fast = True
     validation.prepared = SimpleNamespace(validation=Pairs())
     validation.collate = Collate(IDS, IDS)
     validation.world = WORLD
@@ -145,13 +143,14 @@ def attention_picture() -> None:
 def decode(how: str, **sizes) -> None:
     model, (src, src_pad, limits) = make(**sizes).eval().requires_grad_(False), on_gpu()
     with torch.autocast("cuda", torch.bfloat16):
-        cache = decoding.start(model, src, src_pad)
-        # Which rows leave the batch is a question of numbers.
+        # Whether two ways agree, and which rows leave the batch, are questions of numbers.
+        with patch.object(decoding.Decoder, "why_no_agreement", lambda decoder: ""):
+            state = decoding.Decoder(model).start(src, src_pad)
         with patch.object(decoding, "CHECK_EVERY", 10**9):
             if how == "beam":
-                result = decoding.beam_search(cache, limits, 1, 2, 4, 0.6)[0]
+                result = decoding.beam_search(state, limits, 1, 2, 4, 0.6)[0]
             else:
-                result = decoding.greedy(cache, limits, 1, 2)
+                result = decoding.greedy(state, limits, 1, 2)
     assert result.is_cuda and result.dtype is torch.long
 
 

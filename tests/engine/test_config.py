@@ -1,6 +1,7 @@
-"""Flags say what was meant: spelled either way, from a file, within bounds; help fits a screen."""
+"""Flags say what was meant: spelled either way, from a file, within bounds; help in 80 columns."""
 
 import math
+import re
 import sys
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
@@ -33,7 +34,7 @@ def parse(monkeypatch):
         monkeypatch.setattr(
             sys.modules["__main__"], "__spec__", None
         )  # as if not run by `python -m`
-        return parse_flags(Config, **options)
+        return parse_flags(options.pop("config_class", Config), **options)
 
     return parse
 
@@ -110,6 +111,101 @@ def test_positional_words(parse, refused):
     assert "did you mean --lr?" in line and "write -- before text that begins with -" in line
     config = parse("一", "--lr", "2", "--", "-5度", "--lr", "--", positional="text")
     assert config.text == ["一", "-5度", "--lr", "--"] and config.lr == 2 and config.given == {"lr"}
+
+
+@dataclass
+class Reading:
+    beam: int = flag(1, "beam size", "What", min=1)
+    ckpt: str = flag("", "the run", "What", first_word=True)
+    all: bool = flag(False, "everything", "What")
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """A working directory with runs/a, a checkpoint, a weights file and a folder that is no run."""
+    for file in ("runs/a/config.json", "c/step-1/model.safetensors", "w.pt", "今天/x"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("words", [["x"], ["--ckpt", "x"], ["--all", "x"], ["--beam", "2", "x"]])
+def test_the_first_word_is_the_run(parse, words):
+    """Also one that does not exist, about which the command says more."""
+    assert parse(*words, config_class=Reading).ckpt == "x"
+    assert "ckpt" in parse(*words, config_class=Reading).given
+
+
+def test_a_second_run_is_a_mistake(refused):
+    for words, unexpected in ((["x", "y"], "y"), (["x", "--ckpt", "y"], "x"), ([""], "")):
+        line = refused(*words, config_class=Reading)
+        assert line.startswith(f"unexpected argument {unexpected!r}")
+
+
+@pytest.mark.parametrize("word", ["a", "runs/a", "c/step-1", "w.pt"])
+def test_of_free_words_the_first_is_the_run_if_it_is_one(parse, runs, word):
+    options = dict(config_class=Reading, positional="text")
+    config = parse(word, "a", **options)
+    assert (config.ckpt, config.text) == (word, ["a"])
+    config = parse("--all", word, "--", word, **options)
+    assert (config.ckpt, config.text, config.all) == (word, [word], True)
+    config = parse("--ckpt", "b", word, **options)
+    assert (config.ckpt, config.text) == ("b", [word])
+
+
+@pytest.mark.parametrize("word", ["今天", "b", "x.pt", "", "很" * 300, "a\nb"])
+def test_a_text_that_is_no_run_stays_a_text(parse, runs, word):
+    config = parse(word, "a", config_class=Reading, positional="text")
+    assert (config.ckpt, config.text) == ("", [word, "a"])
+
+
+def test_a_text_that_ends_like_a_settings_file_stays_a_text(parse, tmp_path):
+    assert parse("请先打开 config.json", positional="text").text == ["请先打开 config.json"]
+    (tmp_path / "s.yaml").write_text("lr: 0.5\n")
+    assert parse(tmp_path / "s.yaml", "一", positional="text").lr == 0.5
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--text", "一"], "--text; give the text without a flag: `python script.py TEXT`"),
+        (["——lr", "1"], "——lr has dashes of a Chinese input method; type --lr"),
+        (["－－max－steps=1"], "unexpected argument"),
+        (["－－lr=1"], "type --lr"),
+        (
+            ["--gpu_devices", "0", "1"],
+            "`CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node 2 script.py`",
+        ),
+        (["--gpu_devices", "3", "--lr", "1"], "`CUDA_VISIBLE_DEVICES=3 python script.py`"),
+    ],
+)
+def test_advice_is_right(refused, words, said):
+    positional = "text" if "--text" in words else None
+    assert said in refused(*words, positional=positional)
+
+
+def test_flags_of_the_handout(monkeypatch, capsys):
+    """python multi_gpu_train.py --gpu_devices 0 1 --batch_size 192 --num_workers 8"""
+    for words, said in (
+        ("--num_workers 8", "did you mean --workers?"),
+        ("--batch_size 192", "did you mean --tokens_per_batch? It counts tokens, about 25 a"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["train.py", *words.split()])
+        with pytest.raises(SystemExit):
+            parse_flags(import_module("train").Config)
+        assert said in capsys.readouterr().err
+
+
+def test_a_dash_begins_a_chinese_text(parse):
+    assert parse("——他说", positional="text").text == ["——他说"]
+
+
+def test_version(parse, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse("--version")
+    assert ended.value.code == 0
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
 # ---------------------------------------------------------------- bounds and choices
@@ -286,14 +382,20 @@ def test_damaged_settings_are_reported(tmp_path, content, said):
 
 
 @pytest.mark.parametrize("script", ["train", "evaluate", "translate"])
-def test_help_fits_a_screen_in_groups(script, tmp_path):
+def test_help_fits_80_columns_in_groups(script, tmp_path):
     result = run_script(f"{script}.py", "--help", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
     assert result.returncode == 0 and "torch" not in result.stderr  # its import takes seconds
     lines = result.stdout.splitlines()
-    assert len(lines) <= 51 and max(map(len, lines)) <= 110 and f"python {script}.py" in lines[0]
+    assert max(map(len, lines)) <= 80 and f"python {script}.py [SETTINGS.yaml]" in lines[0]
     flags = fields(import_module(script).Config)
     groups = dict.fromkeys(flag.metadata["group"] for flag in flags)  # each once
     assert [line[:-1] for line in lines[1:] if not line.startswith(" ")] == [*groups]
+    column = lines[3].index("  -  ") + len(
+        "  -      "
+    )  # of the meanings; a broken line goes on there
+    assert all(line[column - 1] == " " != line[column] for line in lines if line.startswith("  --"))
+    broken = [line for line in lines[2:] if line.startswith("   ")]
+    assert all(line.index(line.strip()) == column for line in broken)
     assert [line.split()[0] for line in lines if line.startswith("  --")] == [
         f"--{flag.name}" for flag in flags
     ]
@@ -305,7 +407,8 @@ def test_help_shows_default_meaning_and_bounds(parse, capsys):
     assert ended.value.code == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == [
-        "python script.py [--flag value …] [TEXT …] does something",
+        "python script.py [SETTINGS.yaml] [--flag value …] [TEXT …]",
+        "does something",
         "Data:",
         "--data - where it lies",
         "--preset lab model size (lab|base|big)",

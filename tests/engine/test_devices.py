@@ -57,7 +57,8 @@ def test_each_rank_has_its_gpu(gpus, name, local_rank, index):
 @pytest.mark.parametrize(
     "visible, processes, name, message",
     [
-        (2, 1, "mps", "unknown device; choose auto, cpu, cuda or cuda:N"),
+        (2, 1, "mps", "--device mps: Apple's GPU has no float64"),
+        (2, 1, "gpu", "unknown device; choose auto, cpu, cuda or cuda:N"),
         (2, 1, "", "unknown device; choose auto, cpu, cuda or cuda:N"),
         (0, 1, "cuda", "--device cuda: PyTorch sees no GPU on this machine; --device auto"),
         (0, 1, "cuda:0", "--device cuda:0: PyTorch sees no GPU on this machine; --device auto"),

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from conftest import HANGS, ROOT
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from engine.errors import UserError, run_script, stop
+from engine.errors import UserError, explain, run_script, stop
 from engine.telemetry import Log
 
 
@@ -171,7 +172,8 @@ def test_training_outlives_its_terminal_and_a_full_disk(number, monkeypatch, tmp
     monkeypatch.setattr(os, "dup2", lambda _, place: discarded.append(place))
     streams = {"stdout": 1, "stderr": 2}
     for name, place in streams.items():
-        monkeypatch.setattr(sys, name, SimpleNamespace(fileno=lambda place=place: place))
+        stream = SimpleNamespace(fileno=lambda place=place: place, isatty=lambda: True)
+        monkeypatch.setattr(sys, name, stream)
     Log(tmp_path)("step 1")
     assert discarded == ([1, 2] if number == errno.EIO else [1])
     assert (tmp_path / "train.log").read_text().endswith("step 1\n")
@@ -186,3 +188,37 @@ def test_streams_that_the_shell_closed():
     command = f'exec "{sys.executable}" -c "{code}" <&- >&- 2>&-'
     ended = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
+
+
+# ---------------------------------------------------------------- without the packages
+
+LABS = sorted(path.parent.name for path in ROOT.glob("labs/*/__main__.py"))
+COMMANDS = [f"{name}.py" for name in ("train", "evaluate", "translate", "report")]
+COMMANDS += [f"-m labs.{lab}" for lab in LABS]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "-m labs.gpt.generate", "-m tools.reporting.masks"])
+def test_without_the_packages_the_command_that_helps(command):
+    """Python with -S has the standard library alone, like one outside the virtual environment."""
+    words = [sys.executable, "-S", *command.split()]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=HANGS)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert re.match(r"error: \S+ has no package (torch|numpy); .*`source ", done.stderr)
+
+
+def test_the_environment_of_this_repository_is_named_if_there_is_one(tmp_path, monkeypatch):
+    missing = ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+    monkeypatch.setattr("engine.errors.ROOT", tmp_path)
+    assert f"{sys.executable} -m pip install -r {tmp_path}/requirements.txt" in explain(missing)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").touch()
+    assert explain(missing).endswith(
+        f"no package torch; type `source {tmp_path}/.venv/bin/activate`"
+    )
+    monkeypatch.setattr("sys.prefix", str(tmp_path / ".venv"))  # which lacks it
+    assert "-m pip install" in explain(missing)
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_bug():
+    for name in ("engine.no_such", "train.no_such", None):
+        assert explain(ModuleNotFoundError("No module named", name=name)) is None

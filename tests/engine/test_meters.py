@@ -197,3 +197,45 @@ def test_peak_memory_of_the_process_is_in_gib(monkeypatch, platform, unit):
         memory.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit)
     )
     assert meters.peak_memory_gib(torch.device("cpu")) == 3
+
+
+# ---------------------------------------------------------------- how long
+
+
+@pytest.mark.parametrize(
+    "minutes, shown",
+    [
+        (0, "0.0 min"),
+        (9.94, "9.9 min"),
+        (9.96, "10 min"),
+        (119, "119 min"),
+        (121, "2.0 h"),
+        (3712.6, "2.6 days"),
+        (47 * 60, "47.0 h"),
+    ],
+)
+def test_a_duration_for_people(minutes, shown):
+    assert meters.duration(minutes) == shown
+
+
+def test_long_work_is_announced_every_half_minute_with_what_is_left():
+    said, seconds = [], [0.0]
+    announce = meters.Announcer("cleaning", 1000, said.append, clock=lambda: seconds[0])
+    for done in range(1, 1001):
+        seconds[0] += 0.1  # 100 s in all
+        announce(done)
+    assert said == [
+        "cleaning: 30 % done, about 1.2 min left",
+        "cleaning: 60 % done, about 0.7 min left",
+        "cleaning: 90 % done, about 0.2 min left",
+    ]
+    seconds[0] += 30
+    announce(1500)  # the total was too low
+    assert said[3:] == ["cleaning: 1,500 done so far"]
+
+
+def test_short_work_is_not_announced():
+    said = []
+    announce = meters.Announcer("cleaning", 10, said.append, clock=lambda: 5.0)
+    announce(10)
+    assert not said

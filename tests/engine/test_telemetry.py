@@ -185,3 +185,31 @@ def test_progress_shows_a_bar_on_a_terminal_only(capsys, monkeypatch):
     captured = capsys.readouterr()
     assert "epoch" in captured.err
     assert "above the bar" in captured.out
+
+
+def test_a_long_line_is_broken_between_its_columns():
+    line = "step     20  epoch 0.12  loss 5.123  12,345 tokens/s  |gradient| 1.23"
+    assert tm.fold(line, 100) == line
+    assert tm.fold(line, 50).split("\n") == [
+        "step     20  epoch 0.12  loss 5.123",
+        "    12,345 tokens/s  |gradient| 1.23",
+    ]
+    assert tm.fold("a line of words is broken", 12).split("\n") == [
+        "a line of",
+        "    words is",
+        "    broken",
+    ]
+
+
+def test_lines_are_broken_on_a_terminal_only(tmp_path, capsys, monkeypatch):
+    line = "word " * 30
+    log = tm.Log(tmp_path)
+    log(line)
+    assert capsys.readouterr().out == line + "\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    log(line)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 and max(map(len, printed)) <= 80
+    for kept in (tmp_path / "train.log").read_text(encoding="utf-8").splitlines():
+        assert kept[20:] == line

@@ -2,7 +2,6 @@
 
 import copy
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -13,25 +12,21 @@ from random_models import (
     BOS,
     COLLATE,
     EOS,
-    OTHER_PARTS,
-    OTHER_WEIGHTS,
     WORDS,
-    layer_of,
     make_batch,
     make_model,
     make_sources,
     nearly_tie,
     needs_compiler,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 import decoding
 import fast
-from decoding import plan_batches, search
+from decoding import CachedDecoder, Decoder, plan_batches, search
 from engine.errors import UserError
 from fast import build
-from fast.decoding import CompiledDecoder, compiled_functions
-from labs.attention_op import use_in
+from fast.decoding import Packed, compiled_functions
 from model import Translator
 
 SIZES = [  # one and several vectors a head, whole and broken panels
@@ -40,7 +35,7 @@ SIZES = [  # one and several vectors a head, whole and broken panels
     (dict(d_model=96, nhead=2, dim_feedforward=64), 64),
     (dict(d_model=256, nhead=8, dim_feedforward=1024), 300),
 ]
-NO_INT8 = not torch.cpu._is_vnni_supported() or compiled_functions(int8=True) is None
+NO_INT8 = not build.has_vnni() or compiled_functions(int8=True) is None
 needs_int8 = pytest.mark.skipif(NO_INT8, reason="no compiler or no VNNI")
 seeds = st.integers(0, 2**31)
 
@@ -48,6 +43,14 @@ seeds = st.integers(0, 2**31)
 def lively_model(sizes, seed=0, **options) -> Translator:
     """Evaluated, with weights twice the usual size."""
     return make_model(seed, words=sizes[1], **(dict(scale=2.0) | options), **sizes[0]).eval()
+
+
+def compiled(model: Translator, int8: bool = False) -> Decoder:
+    """All in C++."""
+    decoder = Decoder(model, int8=int8)
+    kinds = {fast.CompiledEncoder, fast.CompiledDecoder}
+    assert set(map(type, decoder.replaced.values())) == kinds and decoder.output
+    return decoder
 
 
 def next_rows(rows: int, position: int, generator: torch.Generator) -> Tensor:
@@ -67,14 +70,14 @@ def next_rows(rows: int, position: int, generator: torch.Generator) -> Tensor:
 def test_every_step_finds_the_largest_log_probabilities(sizes, norm_first):
     """The plain step in float64 gives the same, while hypotheses fork and sentences leave."""
     model = lively_model(sizes, norm_first=norm_first)
-    exact = copy.deepcopy(model).double()
+    exact = Decoder(copy.deepcopy(model).double())
     batch = make_batch(0, 5, 50)
-    ours, plain = CompiledDecoder(model).start(*batch), decoding.start(exact, *batch)
+    ours, plain = compiled(model).start(*batch), exact.start(*batch)
     generator, rows = torch.Generator().manual_seed(0), 5
     for position in range(40):
         tokens = torch.randint(0, sizes[1], (rows,), generator=generator)
         found, ids = ours.top_tokens(tokens, position, 6)
-        log_probabilities = decoding.step(plain, tokens, position).log_softmax(-1)
+        log_probabilities = plain.logits(plain.hidden(tokens, position)).log_softmax(-1)
         best = log_probabilities.topk(6).values
         # Logits of size 10 are sums of up to 1,024 terms, each rounded by 6·10⁻⁸, through four
         # layers: below 10⁻⁴.
@@ -96,8 +99,8 @@ def test_beam_search_finds_what_the_plain_search_finds():
         sources = make_sources(seed, 24, 9)
         batches = plan_batches(list(map(len, sources)), 1 + 4 * seed, 10_000)
         options = dict(beam=5, nbest=5, batches=batches)
-        ours = search(model, sources, COLLATE, begin=fast.decoder(model).start, **options)
-        plain = search(model, sources, COLLATE, **options)
+        ours = search(compiled(model), sources, COLLATE, **options)
+        plain = search(Decoder(model, compiled=False), sources, COLLATE, **options)
         for found, wanted in zip(ours, plain, strict=True):
             assert math.isclose(found[0].score, wanted[0].score, rel_tol=1e-4, abs_tol=1e-4)
             differ += [one.tokens for one in found] != [one.tokens for one in wanted]
@@ -108,8 +111,8 @@ def test_beam_search_finds_what_the_plain_search_finds():
 @needs_compiler
 def test_greedy_search_finds_what_the_plain_search_finds():
     model, sources = lively_model(SIZES[1]), make_sources(1, 30, 20)
-    ours = search(model, sources, COLLATE, begin=fast.decoder(model).start)
-    plain = search(model, sources, COLLATE)
+    ours = search(compiled(model), sources, COLLATE)
+    plain = search(Decoder(model, compiled=False), sources, COLLATE)
     exact = copy.deepcopy(model).double()
     for source, found, wanted in zip(sources, ours, plain, strict=True):
         same = found[0].tokens == wanted[0].tokens
@@ -122,13 +125,12 @@ def test_greedy_search_finds_what_the_plain_search_finds():
 def test_threads_and_batches_change_nothing(int8, beam):
     """Every row is computed alone: neighbours and other threads change no bit of it."""
     model, sources = lively_model(SIZES[1]), make_sources(0, 40, 30)
-    decoder, outputs = fast.decoder(model, int8), []
-    assert decoder.int8 == int8
+    decoder, outputs = compiled(model, int8), []
     for count, rows in ((1, 40), (3, 1), (2, 7)):
         torch.set_num_threads(count)  # which a fixture takes back
         batches = plan_batches(list(map(len, sources)), rows, 10_000)
         options = dict(beam=beam, nbest=beam, batches=batches)
-        outputs.append(search(model, sources, COLLATE, begin=decoder.start, **options))
+        outputs.append(search(decoder, sources, COLLATE, **options))
     assert outputs[0] == outputs[1] == outputs[2]
     assert len({tuple(hypotheses[0].tokens) for hypotheses in outputs[0]}) > 10
 
@@ -139,19 +141,19 @@ def test_memory_of_a_beam():
     model = lively_model(SIZES[0], max_length=128)
     model.output.bias.data[EOS] = -1e9  # never ends
     batches = decoding.plan_for(model, [100] * 128, beam=8)
-    decoder, caches = CompiledDecoder(model), []
+    decoder, states = compiled(model), []
     start = decoder.start
-    decoder.start = lambda *batch: caches.append(start(*batch)) or caches[-1]
+    decoder.start = lambda *batch: states.append(start(*batch)) or states[-1]
     sources = [[5] * 100 for _ in range(128)]
-    search(model, sources, COLLATE, beam=8, batches=batches[:1], begin=decoder.start)
-    elements = sum(block.numel() for block in caches[0].own)
+    search(decoder, sources, COLLATE, beam=8, batches=batches[:1])
+    elements = sum(block.numel() for block in states[0].decoders[0].own)
     sizes = model.config
     assert elements <= len(batches[0]) * 8 * 128 * 2 * sizes.num_decoder_layers * sizes.d_model
 
 
 def first_tokens(model: Translator, int8: bool = False) -> list[int]:
     """After BOS, of nine sentences."""
-    cache = CompiledDecoder(model, int8).start(*make_batch(0, 9, 5))
+    cache = compiled(model, int8).start(*make_batch(0, 9, 5))
     return cache.next_tokens(torch.full((9,), BOS), 0).tolist()
 
 
@@ -164,7 +166,7 @@ def test_the_first_of_equals(vocabulary):
         model.output.bias.zero_()
         model.output.bias[5:] = 1
         assert first_tokens(model) == [5] * 9
-        cache = CompiledDecoder(model).start(*make_batch(0, 9, 5))
+        cache = compiled(model).start(*make_batch(0, 9, 5))
         log_probabilities, ids = cache.top_tokens(torch.full((9,), BOS), 0, 8)
         expected = [5, 6, *range(5)] if vocabulary == 7 else list(range(5, 13))
         assert ids.tolist() == [expected] * 9  # all seven, or the first eight
@@ -177,82 +179,90 @@ def test_the_first_of_equals(vocabulary):
 @needs_compiler
 @pytest.mark.parametrize("int8", [False, pytest.param(True, marks=needs_int8)])
 def test_never_a_token_that_is_not_there(int8):
-    model = lively_model(SIZES[0])
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(math.nan)
-    assert all(0 <= token < 40 for token in first_tokens(model, int8))
-    cache = CompiledDecoder(model, int8).start(*make_batch(0, 9, 5))
-    _, ids = cache.top_tokens(torch.full((9,), BOS), 0, 10)
+    """Even where a number overflows on the way."""
+    output = fast.CompiledOutput(lively_model(SIZES[0]).output, int8)
+    hidden = torch.full((9, 32), math.nan)
+    assert all(0 <= token < 40 for token in output.largest(hidden).tolist())
+    _, ids = output.most_probable(hidden, 10)
     assert ids.min() >= 0 and ids.max() < 40
 
 
 @needs_compiler
-def test_the_weights_are_those_at_the_start():
+def test_weights_that_are_not_finite_are_left_to_pytorch():
+    model = lively_model(SIZES[0])
+    model.transformer.decoder.layers[0].linear1.weight.data[0, 0] = math.nan
+    assert "not finite" in fast.why_not_compiled(model.transformer.decoder)
+    assert not fast.why_not_compiled(model.transformer.encoder)
+
+
+@needs_compiler
+def test_after_training_a_new_decoder_has_the_new_weights():
     model, sources = lively_model(SIZES[0]), make_sources(0, 8, 9)
-    decoder = fast.decoder(model)
-    before = search(model, sources, COLLATE, begin=decoder.start)
+    before = search(compiled(model), sources, COLLATE)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator))
-    assert search(model, sources, COLLATE, begin=decoder.start) == before
-    assert search(model, sources, COLLATE, begin=fast.decoder(model).start) != before
+    assert search(compiled(model), sources, COLLATE) != before
 
 
 @needs_compiler
 @pytest.mark.parametrize("wrong", [WORDS, -1, 2**40])
-def test_ids_outside_the_vocabulary_are_refused_not_read_from_foreign_memory(wrong):
+def test_ids_outside_the_vocabulary_are_refused(wrong):
     model = lively_model(SIZES[1])  # more words to write than to read
-    decoder, (src, src_pad) = CompiledDecoder(model), make_batch(0, 3, 9)
+    decoder, (src, src_pad) = compiled(model), make_batch(0, 3, 9)
     src[1, 0] = wrong
-    with pytest.raises(IndexError, match=f"but the vocabulary has {WORDS}"):
+    with pytest.raises(IndexError):
         decoder.start(src, src_pad)
     src[1, 0] = WORDS - 1
-    src[src_pad] = wrong  # padding is never read
     cache = decoder.start(src, src_pad)
     begin = torch.full((3,), BOS)
     begin[2] = wrong if wrong != WORDS else 1000
-    with pytest.raises(IndexError, match="but the vocabulary has 1000"):
+    with pytest.raises(IndexError):
         cache.next_tokens(begin, 0)
-    cache = decoder.start(src, src_pad)
-    cache.next_tokens(torch.full((3,), BOS), 0)
-    with pytest.raises(IndexError, match="but the vocabulary has 1000"):
-        cache.next_tokens(begin, 1)
 
 
 @needs_compiler
-def test_steps_that_do_not_fit_the_cache_are_refused():
-    decoder, (src, src_pad) = CompiledDecoder(lively_model(SIZES[0])), make_batch(0, 3, 9)
+def test_inputs_that_do_not_fit_are_refused_not_read_from_foreign_memory():
+    """C++ checks nothing, and a model may be changed after it was prepared."""
+    model, (src, src_pad) = lively_model(SIZES[0]), make_batch(0, 3, 9)
     tokens = torch.full((3,), BOS)
-    cache = decoder.start(src, src_pad)
-    with pytest.raises(ValueError, match=r"3 tokens at position 16, but .* 3 rows of 0 tokens"):
-        cache.next_tokens(tokens, 16)
+    cache = compiled(model).start(src, src_pad)
     cache.next_tokens(tokens, 0)
-    with pytest.raises(ValueError, match=r"5 tokens at position 1, but .* 3 rows of 1 tokens"):
+    with pytest.raises(
+        ValueError, match=r"needs \(3, 1, 32\) in fp32 on the CPU, not \(5, 1, 32\)"
+    ):
         cache.next_tokens(torch.full((5,), BOS), 1)
-    with pytest.raises(ValueError, match="pad sources at the end"):
-        decoder.start(src.flip(1), src_pad.flip(1))
+    with pytest.raises(NotImplementedError, match=r"tgt_mask \(1, 2\), not \(1, 3\)"):
+        cache.next_tokens(tokens, 2)  # a position is left out
+    for change in (torch.nn.Module.double, torch.nn.Module.bfloat16):
+        model = lively_model(SIZES[0])
+        decoder = compiled(model)
+        change(model)
+        with pytest.raises(
+            ValueError, match=r"in fp32 on the CPU, not .* in torch\.(float64|bfloat16)"
+        ):
+            decoder.start(src, src_pad)
+    output = fast.CompiledOutput(lively_model(SIZES[0]).output)
+    with pytest.raises(ValueError, match="needs"):
+        output.largest(torch.zeros(3, 16))
 
 
 @needs_compiler
-def test_ids_of_another_width_and_layout():
-    decoder = CompiledDecoder(lively_model(SIZES[0]))
-    (src, src_pad), begin = make_batch(0, 9, 5), torch.arange(3, 12)
-    usual = decoder.start(src, src_pad).next_tokens(begin, 0)
-    narrow, apart = begin.int(), begin.repeat_interleave(2)[::2]
-    for ids in (narrow, apart):
-        assert torch.equal(decoder.start(src.to(ids.dtype), src_pad).next_tokens(ids, 0), usual)
+@torch.inference_mode()
+def test_padding_may_stand_anywhere():
+    model, (src, src_pad) = lively_model(SIZES[0]), make_batch(0, 5, 9)
+    src, src_pad = src.flip(1), src_pad.flip(1)
+    states = [Decoder(model, compiled=is_compiled).start(src, src_pad) for is_compiled in (1, 0)]
+    found, expected = (state.hidden(torch.full((5,), BOS), 0) for state in states)
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 @needs_compiler
 def test_too_long_is_an_error_not_a_read_behind_the_end():
-    decoder = CompiledDecoder(lively_model(SIZES[0], max_length=64))
+    decoder = compiled(lively_model(SIZES[0], max_length=64))
     with pytest.raises(ValueError, match="65 tokens are more than the 64"):
         decoder.start(torch.full((1, 65), 5), torch.zeros(1, 65, dtype=torch.bool))
-    cache = decoder.start(torch.full((1, 64), 5), torch.zeros(1, 64, dtype=torch.bool))
-    with pytest.raises(ValueError, match="65 tokens are more than the 64"):
-        cache.next_tokens(torch.tensor([BOS]), 64)
 
 
 # ---------------------------------------------------------------- int8
@@ -284,9 +294,9 @@ def test_int8_products_are_those_of_the_roundings(seed, rows, inputs, outputs, z
     if zero == 0:
         x = x.relu()
     x[0] = 0
-    decoder = CompiledDecoder(make_model(0), int8=True)
+    packed = Packed(int8=True)
     y = torch.full((rows, outputs * 16), math.nan)
-    build.call(decoder.functions.multiply_rows, decoder.pack_linear(weight, bias, zero), x, rows, y)
+    build.call(packed.functions.multiply_rows, packed.linear(weight, bias, zero), x, rows, y)
     error = (y - round_to_int8(x, weight, bias, zero)).abs()
     # One step of an input, times the largest weight.
     step = x.abs().amax(1, keepdim=True) / 127 * weight.abs().amax(1)
@@ -314,12 +324,13 @@ def test_int8_steps_are_plain_steps_with_the_roundings(sizes, norm_first, monkey
         return attend(query, keys, values, *arguments, **named)
 
     model, (src, src_pad) = lively_model(sizes, norm_first=norm_first), make_batch(0, 5, 50)
-    cache = CompiledDecoder(model, int8=True).start(src, src_pad)
+    cache = compiled(model, int8=True).start(src, src_pad)
+    steps = Decoder(model, compiled=False)
     monkeypatch.setattr(F, "linear", round_to_int8)  # every linear layer looks it up there
     monkeypatch.setattr(F, "scaled_dot_product_attention", attend_to_bf16)
     # PyTorch's fused encoder layer would not call either.
     monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)
-    plain = decoding.start(model, src, src_pad)
+    plain = steps.start(src, src_pad)
     generator, rows = torch.Generator().manual_seed(0), 5
     total = differ = 0
     for position in range(40):
@@ -339,93 +350,64 @@ def test_int8_steps_are_plain_steps_with_the_roundings(sizes, norm_first, monkey
 # ---------------------------------------------------------------- where it is not used
 
 
-def test_no_faster_decoder_for_other_models():
-    assert not fast.decoder(make_model(0).double())
-    assert not fast.decoder(make_model(0, d_model=24, nhead=2))  # heads of 12
-    assert not fast.decoder(make_model(0, dim_feedforward=50))
-    gelu = make_model(0)
-    gelu.transformer.decoder.layers[0].activation = F.gelu
-    assert not fast.decoder(gelu)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not fast.decoder(make_model(0))
-
-
 @needs_compiler
-@pytest.mark.parametrize(
-    "change",
-    [
-        *OTHER_PARTS,
-        *OTHER_WEIGHTS,
-        lambda model: setattr(layer_of(model), "linear2", nn.Sequential(layer_of(model).linear2)),
-    ],
-)
-def test_no_faster_decoder_for_a_changed_model(change):
-    model = make_model(0)
-    assert fast.decoder(model)
-    assert isinstance(fast.start(model).__self__, CompiledDecoder)
-    use_in(model, "python")  # the same weights, and the same results
-    assert fast.decoder(model)
-    change(model)
-    assert not fast.decoder(model)
+def test_no_compiled_decoder_for_other_models():
+    def reason(change=lambda model: None, **sizes) -> str:
+        model = make_model(0, **sizes)
+        change(model.transformer.decoder)
+        return fast.why_not_compiled(model.transformer.decoder)
+
+    def use_gelu(decoder):
+        decoder.layers[0].activation = F.gelu
+
+    def hook(decoder):
+        decoder.layers[1].linear2.register_forward_hook(lambda module, inputs, output: None)
+
+    def wider_norm(decoder):
+        decoder.layers[1].norm3 = torch.nn.LayerNorm(128)
+
+    assert not reason()
+    assert "multiple of 16" in reason(d_model=24, nhead=2)  # heads of 12
+    assert "multiple of 16" in reason(dim_feedforward=50)
+    assert "activation" in reason(use_gelu)
+    assert "hook" in reason(hook)
+    assert "width" in reason(wider_norm)
+    assert "float64" in reason(lambda decoder: decoder.double())
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    "name, method",
-    [
-        (
-            "embed",
-            lambda model, embedding, ids, first=0: (
-                embedding(ids) + model.positions[first : first + ids.size(1)]
-            ),
-        ),
-        (
-            "encode",
-            lambda model, src, src_pad: Translator.encode(model, src, torch.zeros_like(src_pad)),
-        ),
-    ],
-)
-def test_no_faster_decoder_for_a_changed_model_py(name, method):
-    model = make_model(0, scale=3.0)
-    assert fast.decoder(model)
-    setattr(model, name, partial(method, model))
-    assert not fast.decoder(model) and model.training
-    if not NO_INT8:
-        with pytest.raises(UserError, match=r"model\.py as it is"):
-            fast.decoder(model, int8=True)
-
-
-def test_int8_that_cannot_be_is_a_mistake(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
-    with pytest.raises(UserError, match=r"but the CPU has no AVX-512 VNNI"):
-        fast.decoder(make_model(0), int8=True)
-    assert fast.decoder(make_model(0)) or build.why_not()  # fp32 needs no VNNI
-
-
-def test_a_slower_start_says_why():
+def test_autocast_and_int8_that_cannot_be(monkeypatch):
+    monkeypatch.setattr(build, "has_vnni", lambda: False)
+    monkeypatch.setattr("fast.decoding.has_vnni", lambda: False)
+    with pytest.raises(UserError, match=r"but fast/ is not used for transformer\.encoder \("):
+        Decoder(make_model(0), int8=True)
     notes = []
-    fast.start(make_model(0, d_model=24, nhead=2), log=notes.append)
+    Decoder(make_model(0), log=notes.append)  # fp32 needs no VNNI
+    assert bool(notes) == bool(build.why_not())
+    with torch.autocast("cpu", torch.bfloat16):
+        Decoder(make_model(0), log=notes.append)
+    assert "the precision is not fp32" in notes[-1]
+
+
+def test_a_slower_decoder_says_why():
+    notes = []
+    Decoder(make_model(0, d_model=24, nhead=2), log=notes.append)
     (note,) = notes
-    assert note.endswith("or of a head is not a multiple of 16)")
-    fast.start(make_model(0), log=notes.append)
-    assert len(notes) == 1 or build.why_not()
+    assert note.startswith("note: decoding is slower than it could be: fast/ is not used for tr")
 
 
 def test_without_a_compiler(monkeypatch):
-    """Plain decoding; `start` alone compares it with model.py, not every search after it."""
+    """Plain decoding, and int8 is refused with the reason, on every processor."""
     monkeypatch.setenv("CXX", "none")
     build.library.cache_clear()
-    model = make_model(0)
     try:
-        assert fast.decoder(model) is None
-        begin = fast.start(model)
-        monkeypatch.setattr(decoding, "computes_the_same", None)
-        (hypotheses,) = search(model, make_sources(0, 1, 9), COLLATE, begin=begin)
+        decoder = Decoder(make_model(0))
+        assert decoder.output is None
+        assert set(map(type, decoder.replaced.values())) == {CachedDecoder}
+        (hypotheses,) = search(decoder, make_sources(0, 1, 9), COLLATE)
         assert hypotheses[0].tokens
         with pytest.raises(
-            UserError,
-            match=r"but (CXX=none|the C\+\+ functions need Linux); use --precision fp32",
+            UserError, match=r"--precision int8 needs Linux, .*; use --precision fp32"
         ):
-            fast.decoder(make_model(0), int8=True)
+            Decoder(make_model(0), int8=True)
     finally:
         build.library.cache_clear()

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from conftest import LargestTensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from fast import cross_entropy as under_test
-from fast.cross_entropy import linear_cross_entropy
+from fast.cross_entropy import can_slice, linear_cross_entropy
 
 seeds = st.integers(0, 2**31)
 
@@ -25,9 +26,10 @@ def problem(seed, tokens, width, vocabulary, dtype=torch.float64, scale=1.0):
     return [x.requires_grad_() for x in tensors], target
 
 
-def sliced(tensors, target, smoothing, dtype=None):
+def sliced(tensors, target, smoothing, bf16=False):
     """Smoothed and plain loss, and the three gradients of 0.37 times the first."""
-    losses = linear_cross_entropy(*tensors, target, smoothing, dtype or tensors[0].dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        losses = linear_cross_entropy(*tensors, target, smoothing)
     return *losses, *torch.autograd.grad(0.37 * losses[0], tensors)
 
 
@@ -61,11 +63,11 @@ def test_as_the_plain_one_in_float64(seed, tokens, width, vocabulary, smoothing,
 
 def test_only_the_smoothed_loss_has_a_gradient():
     tensors, target = problem(0, 5, 3, 7)
-    smoothed, unsmoothed = linear_cross_entropy(*tensors, target, 0.2, torch.float64)
+    smoothed, unsmoothed = linear_cross_entropy(*tensors, target, 0.2)
     assert smoothed.requires_grad
     assert not unsmoothed.requires_grad
     with torch.no_grad():
-        again, _ = linear_cross_entropy(*tensors, target, 0.2, torch.float64)
+        again, _ = linear_cross_entropy(*tensors, target, 0.2)
     assert torch.equal(again, smoothed)
 
 
@@ -83,7 +85,7 @@ def test_fp32_with_the_kernel_and_without(compiled, monkeypatch):
 
 def test_bf16_products_and_fp32_gradients_of_the_weights():
     tensors, target = problem(0, 2000, 32, 500, torch.float32, scale=0.3)
-    results = sliced(tensors, target, 0.1, torch.bfloat16)
+    results = sliced(tensors, target, 0.1, bf16=True)
     exact = plain(tensors, target, 0.1)
     # Inputs and logits are rounded by 2⁻⁹ each, 0.3 % together; in a sum over 2,000 tokens these
     # errors average out.
@@ -95,12 +97,22 @@ def test_bf16_products_and_fp32_gradients_of_the_weights():
 
 
 def test_weights_that_are_not_fp32():
-    """They do not go to the kernels; autocast around the call changes nothing."""
+    """They do not go to the kernels."""
     tensors, target = problem(0, 30, 16, 70, torch.bfloat16)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = linear_cross_entropy(*tensors, target, 0.1, torch.bfloat16)
+    loss, _ = linear_cross_entropy(*tensors, target, 0.1)
     exact, *_ = plain([x.detach().double().requires_grad_() for x in tensors], target, 0.1)
     assert loss.item() == pytest.approx(exact.item(), rel=0.02)  # sums in bf16, of 8 bits
+
+
+def test_a_forbidden_token_leaves_the_plain_loss_exact():
+    """Its logit makes the smoothed loss enormous; the plain one is exact."""
+    tensors, target = problem(0, 40, 16, 70, torch.float32)
+    with torch.no_grad():
+        tensors[2][7] = -1e9
+    target[target == 7] = 8
+    _, found, *_ = sliced(tensors, target, 0.1)
+    _, expected, *_ = plain([x.detach().double().requires_grad_() for x in tensors], target, 0.1)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_extreme_logits_stay_finite():
@@ -111,7 +123,7 @@ def test_extreme_logits_stay_finite():
 def test_the_logits_are_never_all_in_memory():
     tensors, target = problem(0, 4000, 8, 5000, torch.float32)  # 20 million logits
     with mock.patch.dict(under_test.LOGITS_AT_ONCE, cpu=2**20), LargestTensor() as made:
-        linear_cross_entropy(*tensors, target, 0.1, torch.float32)[0].backward()
+        linear_cross_entropy(*tensors, target, 0.1)[0].backward()
     assert 0 < made.numbers <= 2**20
 
 
@@ -120,12 +132,44 @@ def test_targets_outside_the_vocabulary_are_refused(wrong):
     tensors, target = problem(0, 3, 16, 7, torch.float32)
     target[1] = wrong
     with pytest.raises(IndexError):
-        linear_cross_entropy(*tensors, target, 0.1, torch.float32)
+        linear_cross_entropy(*tensors, target, 0.1)
 
 
 def test_after_inference_mode():
     """The memory that all calls share must serve both."""
     tensors, target = problem(0, 30, 16, 70, torch.float32)
     with torch.inference_mode():
-        first, _ = linear_cross_entropy(*tensors, target, 0.1, torch.float32)
+        first, _ = linear_cross_entropy(*tensors, target, 0.1)
     assert sliced(tensors, target, 0.1)[0].item() == first.item()
+
+
+# ---------------------------------------------------------------- when it is the loss of a model
+
+
+class Observed(nn.Linear):
+    """A class of one's own."""
+
+
+def test_only_a_plain_output_layer_is_sliced():
+    output = nn.Linear(16, 70)
+    assert can_slice(lambda hidden: output(hidden), output)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert can_slice(output.forward, output)
+    others = [
+        lambda hidden: output(hidden) / 2,
+        lambda hidden: output(hidden * 1.0),
+        lambda hidden: output(hidden).clone(),
+        lambda hidden: nn.Linear(16, 70)(hidden),
+        lambda hidden: F.linear(hidden, output.weight),
+        lambda hidden: output(hidden) + output(hidden),
+        lambda hidden: output(torch.zeros(1, 16)),
+        lambda hidden: output(F.dropout(hidden, 0.1)),
+    ]
+    assert not any(can_slice(logits, output) for logits in others)
+    with torch.autocast("cpu", torch.float16):
+        assert not can_slice(output.forward, output)
+    without_bias, own = nn.Linear(16, 70, bias=False), Observed(16, 70)
+    assert not can_slice(without_bias.forward, without_bias)
+    assert not can_slice(own.forward, own)
+    output.register_forward_hook(lambda module, inputs, result: result * 2)
+    assert not can_slice(lambda hidden: output(hidden), output)

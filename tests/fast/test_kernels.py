@@ -40,19 +40,22 @@ def test_rows_behind_the_tokens_are_zero_and_change_nothing(dtype):
     batch, length, keys, d = 3, 23, 12, 32  # 69 tokens have 72 rows
     mask = torch.zeros(batch, keys)
     mask[-1, 6:] = torch.finfo(torch.float32).min / 2
-    shapes = (batch, length, d), (length, d), (batch * keys, 2 * d), (3 * d,)
-    rows, positions, kv, bias = numbers(0, *shapes)
-    _, x = native.embed(rows, positions, 2.0, 0.0, dtype)
-    assert len(x) == 72
-    assert x[69:].eq(0).all()
-    assert x[:69].ne(0).any(1).all()
+    words, kv, bias = numbers(0, (batch, length, d), (batch * keys, 2 * d), (3 * d,))
+    words.requires_grad_()
+    wide, x = native.pad_rows(words, dtype)
+    assert len(wide) == len(x) == 72
+    assert wide[69:].eq(0).all() and x[69:].eq(0).all()
+    assert torch.equal(native.unpad_rows(wide, words.shape), words)
+    assert torch.equal(x[:69], words.flatten(0, 1).to(dtype))
+    (native.unpad_rows(wide, words.shape).sum() + 3 * x.float().sum()).backward()
+    assert words.grad.eq(4).all()
     longer_kv = torch.cat([kv, torch.full((5, 2 * d), 7.0)]).to(dtype)
 
     def outputs(q, kv):
         """Both attentions, and the gradients of their inputs."""
         qkv, q, kv = (y.detach().clone().requires_grad_() for y in (q.repeat(1, 3), q, kv))
         own = native.self_attention(qkv, bias, None, (batch, length), 2, True, 0.0)
-        other = native.cross_attention(q, kv, bias, mask, (batch, length), 2, 0.0)
+        other = native.cross_attention(q, kv, bias, mask, (batch, length, keys), 2, 0.0)
         (own.float().square().sum() + other.float().square().sum()).backward()
         return own, other, qkv.grad, q.grad, kv.grad
 
@@ -102,17 +105,13 @@ def test_dropout_of_attention_is_the_same_forward_and_backward():
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["embed", "relu"])
 @pytest.mark.parametrize("p, dtype", [(0.1, torch.float32), (0.9, torch.bfloat16)])
-def test_dropout_rate_and_mask(p, dtype, name):
+def test_dropout_rate_and_mask(p, dtype):
     """The input is 1 everywhere, so the output and the gradient are the factors."""
     tokens, width = 208, 336  # `rows_for` adds none
 
     def call(x):
-        if name == "relu":
-            return native.relu_dropout(x.clone(), torch.zeros(width), p)
-        _, narrow = native.embed(x.float()[None], torch.zeros(tokens, width), 1.0, p, dtype)
-        return narrow
+        return native.relu_dropout(x.clone(), torch.zeros(width), p)
 
     torch.manual_seed(3)
     x = torch.ones(tokens, width, dtype=dtype).requires_grad_()
@@ -164,7 +163,7 @@ def test_nan_is_kept():
     # Rounding to bf16 must not carry the bits of a NaN into the exponent or the sign.
     bits = torch.tensor([0x7F800001, 0x7FFFFFFF] * 8, dtype=torch.int32)
     nan = bits.view(torch.float32).view(1, 1, 16)
-    _, narrow = native.embed(nan, torch.zeros(1, 16), 1.0, 0.0, torch.bfloat16)
+    _, narrow = native.pad_rows(nan, torch.bfloat16)
     assert narrow.isnan().all()
     (qkv,) = numbers(0, (5, 48))
     qkv[0, 3] = torch.nan

@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 from engine.errors import UserError
 from text import formats
-from text.reading import default_path, find_text, fingerprint_of, hash_of_files, is_sample
+from text.reading import (
+    count_rows,
+    default_path,
+    find_text,
+    fingerprint_of,
+    hash_of_files,
+    is_sample,
+)
 
 TRAIN = [
     ("你好，世界。", "Hello, world."),
@@ -586,7 +593,8 @@ def test_hub_out_of_reach(monkeypatch):
 
     monkeypatch.setattr("socket.getaddrinfo", no_name_service)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("tried"))
-    check_error("wmt/no-such-data", ["does not exist on disk", "hub cannot be reached"])
+    words = ["does not exist on disk", "hub cannot be reached", "HF_ENDPOINT=https://hf-mirror.com"]
+    check_error("wmt/no-such-data", words)
 
 
 @pytest.mark.parametrize("available", ["en-zh", None])
@@ -625,3 +633,19 @@ def test_the_course_data(real_data):
         chinese = sum(bool(re.search("[\u4e00-\u9fff]", source)) for source in sources)
         english = sum(bool(re.search("[A-Za-z]", target)) for target in targets)
         assert min(chinese, english) > 0.9 * len(sources)
+
+
+@pytest.mark.parametrize("form", ["parquet", "json", "save_to_disk", "moses"])
+def test_rows_are_counted_without_reading_them(form, tmp_path):
+    sources, targets = ["一", "", "三"], ["one", "two", ""]
+    rows = datasets.Dataset.from_dict({"zh": sources, "en": targets})
+    if form == "parquet":
+        rows.to_parquet(tmp_path / "train.parquet")
+    elif form == "json":
+        rows.to_json(tmp_path / "train.jsonl")
+    elif form == "save_to_disk":
+        rows.save_to_disk(tmp_path)
+    else:
+        (tmp_path / "train.zh").write_text("".join(f"{text}\n" for text in sources), "utf-8")
+        (tmp_path / "train.en").write_text("".join(f"{text}\n" for text in targets), "utf-8")
+    assert count_rows(find_text(str(tmp_path))) == 3

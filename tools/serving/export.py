@@ -5,15 +5,18 @@ README.md, with the Python code that translates.
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from data import collate_for
-from decoding import output_limit, search
+from decoding import Decoder, output_limit, search
 from engine.errors import UserError
 from loading import Trained
+from model import SummedLoss
 from text.bleu import corpus_bleu
 from text.cleaning import held_out_rows, normalise, split_to_score
 from text.reading import find_text
@@ -22,6 +25,9 @@ from tools.serving.to_ctranslate2 import convert, name_special
 
 Ids = list[list[int]]  # of sentences, without begin and end
 TRIAL_ROWS = 2001  # as many as newstest2017 has
+LOSS_ROWS = 200  # of these, for the comparison of losses
+LOSS_TOLERANCE = 1e-3  # nats per token; rounding in fp32 makes less than a hundredth of it
+MADE_UP_ROWS = 200  # where the data of the run are gone
 LOADER = Path(__file__).with_name("loader.py")
 CARD = """# {name}
 
@@ -67,7 +73,10 @@ def export(trained: Trained, path: str, quantization: str, log: Callable) -> Non
         building.mkdir()
         trained.source_tokenizer.save_pretrained(building / "source")
         trained.target_tokenizer.save_pretrained(building / "target")
-        result = trial(trained, to_ctranslate2(trained, building, quantization))
+        trial = Trial(trained)
+        # The formulas are compared in fp32: fewer bits change every number a little.
+        trial.require_same_losses(to_ctranslate2(trained, Path(beside.name) / ".fp32", ""))
+        result = trial.describe(to_ctranslate2(trained, building, quantization))
         log(result)
         write_card(trained, result, building)
         try:
@@ -77,35 +86,133 @@ def export(trained: Trained, path: str, quantization: str, log: Callable) -> Non
     log(f"written to {folder}; how to use it: {folder}/README.md")
 
 
-def trial(trained: Trained, translate: Callable[[Ids], Ids]) -> str:
-    """One line: how many test rows `translate` and the model translate alike, and both BLEUs."""
-    config, target_tokenizer = trained.config, trained.target_tokenizer
-    try:
-        text = find_text(config["data"], config["source"], config["target"])
-        split = split_to_score(text)
-        pairs = held_out_rows(text)[split][:TRIAL_ROWS]
-    except UserError as error:
-        return f"not tried, since the run's data cannot be read: {error}"
-    longest = trained.model.config.max_length - 1
-    sources = encode(trained.source_tokenizer, [normalise(source) for source, _ in pairs], longest)
-    references = [reference for (_, reference), source in zip(pairs, sources) if source]
-    sources = [source for source in sources if source]
-    if not sources:
-        return f"not tried, since {config['data']} has no {split} rows"
-    expected = [found[0].tokens for found in search(trained.model, sources, collate_for(trained))]
-    found = translate(sources)
-    same = sum(ours == theirs for ours, theirs in zip(expected, found))
-    bleu = [corpus_bleu(references, decode(target_tokenizer, ids)) for ids in (found, expected)]
-    return (
-        f"tried on {len(sources):,} {split} rows of {config['data']}: {same:,} outputs are "
-        f"identical to the model's; BLEU {bleu[0]:.2f}, the model's {bleu[1]:.2f}"
-    )
+class Trial:
+    """The run's own translations, for a comparison with those of an exported model."""
+
+    def __init__(self, trained: Trained):
+        self.trained = trained
+        self.collate = collate_for(trained)
+        self.references: list[str] = []
+        longest = trained.model.config.max_length - 1
+        try:
+            split, pairs = rows_to_score(trained)
+            texts = [normalise(source) for source, _ in pairs]
+            sources = encode(trained.source_tokenizer, texts, longest)
+            self.references = [text for (_, text), source in zip(pairs, sources) if source]
+            self.sources = [source for source in sources if source]
+            self.rows = f"{split} rows of {trained.config['data']}"
+        except UserError as error:
+            self.sources = made_up_sources(trained)
+            self.rows = f"made-up sources, as the run's data cannot be read ({error})"
+        found = search(Decoder(trained.model), self.sources, self.collate)
+        self.expected = [hypotheses[0].tokens for hypotheses in found]
+
+    def require_same_losses(self, exported: "Exported") -> None:
+        """Raise `UserError` if the exported model gives the run's translations other losses."""
+        loss_of = SummedLoss(self.trained.model, 0.0)
+        longest = self.trained.model.config.max_length - 2  # beside the begin and end tokens
+        targets = [target[:longest] for target in self.expected]
+        pairs = list(zip(self.sources, targets))[:LOSS_ROWS]
+        differences = []  # nats per token
+        for (source, target), theirs in zip(pairs, exported.losses(pairs)):
+            batch = self.collate([(np.array(source), np.array(target))])
+            _, ours = loss_of(*batch.inputs)  # nats
+            differences.append(abs(float(ours) - theirs) / (len(target) + 1))
+        largest = np.max(differences)
+        if not largest <= LOSS_TOLERANCE:  # also NaN
+            raise UserError(
+                f"CTranslate2 would translate otherwise than this model: its loss differs by "
+                f"{largest:.2g} nats per token. It knows the layers of the original model.py "
+                "alone; nothing is exported"
+            )
+
+    def describe(self, exported: "Exported") -> str:
+        """One line: how many outputs are alike and, of rows with references, both BLEUs."""
+        found = exported.translate(self.sources)
+        same = sum(ours == theirs for ours, theirs in zip(self.expected, found))
+        line = (
+            f"tried on {len(self.sources):,} {self.rows}: {same:,} outputs are identical to the "
+            "model's"
+        )
+        if not self.references:
+            return line
+        tokenizer = self.trained.target_tokenizer
+        bleu = [
+            corpus_bleu(self.references, decode(tokenizer, ids)) for ids in (found, self.expected)
+        ]
+        return f"{line}; BLEU {bleu[0]:.2f}, the model's {bleu[1]:.2f}"
 
 
-def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callable[[Ids], Ids]:
-    """Write the model; returns a function that translates with it."""
-    import ctranslate2
+def rows_to_score(trained: Trained) -> tuple[str, list[tuple[str, str]]]:
+    """The split that evaluate.py scores, and its first raw rows. Raises `UserError` without any."""
+    config = trained.config
+    text = find_text(config["data"], config["source"], config["target"])
+    split = split_to_score(text)
+    pairs = held_out_rows(text)[split][:TRIAL_ROWS]
+    if not any(normalise(source) for source, _ in pairs):
+        raise UserError(f"no {split} rows")
+    return split, pairs
 
+
+def made_up_sources(trained: Trained) -> Ids:
+    """Random tokens, none of them special; the same in every call."""
+    special = {*special_ids(trained.source_tokenizer).values()}
+    ids = [id for id in range(len(trained.source_tokenizer)) if id not in special]
+    random = np.random.default_rng(0)
+    longest = min(30, trained.model.config.max_length - 1)
+    lengths = random.integers(1, longest + 1, MADE_UP_ROWS)
+    return [random.choice(ids, length).tolist() for length in lengths]
+
+
+@dataclass
+class Exported:
+    """A model in the folder, as CTranslate2 computes it."""
+
+    folder: Path
+    source_words: list[str]  # by id
+    target_words: list[str]
+    max_length: int
+
+    def translate(self, sources: Ids) -> Ids:
+        """Greedy translations."""
+        import ctranslate2
+
+        translator = ctranslate2.Translator(str(self.folder))
+        lengths = torch.tensor([len(source) + 1 for source in sources])
+        limits = output_limit(lengths, self.max_length).tolist()  # as `search` has them
+        results = translator.translate_batch(
+            in_words(sources, self.source_words),
+            beam_size=1,
+            max_batch_size=64,
+            max_input_length=0,
+            min_decoding_length=0,
+            max_decoding_length=max(limits),
+        )
+        target_ids = {word: id for id, word in enumerate(self.target_words)}
+        hypotheses = [[target_ids[word] for word in result.hypotheses[0]] for result in results]
+        return [ids[:limit] for ids, limit in zip(hypotheses, limits)]
+
+    def losses(self, pairs: list[tuple[list[int], list[int]]]) -> list[float]:
+        """The loss of each target, its end token included, in nats."""
+        import ctranslate2
+
+        sources, targets = zip(*pairs)
+        results = ctranslate2.Translator(str(self.folder)).score_batch(
+            in_words(sources, self.source_words),
+            in_words(targets, self.target_words),
+            max_batch_size=64,
+            max_input_length=0,
+        )
+        return [-sum(result.log_probs) for result in results]
+
+
+def in_words(sentences: Sequence[list[int]], words: list[str]) -> list[list[str]]:
+    """Token ids as the words by which CTranslate2 knows them."""
+    return [[words[id] for id in sentence] for sentence in sentences]
+
+
+def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Exported:
+    """Write the model to the folder. Raises `UserError` for one with other weights."""
     sizes = trained.model.config
     if len({*special_ids(trained.target_tokenizer).values()}) < 3:
         raise UserError("CTranslate2 needs a tokenizer whose begin, end and pad tokens differ")
@@ -117,26 +224,14 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Callabl
         words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
         words += [f"<unused {id}>" for id in range(len(tokenizer), size)]
         vocabularies.append(name_special(words, special_ids(tokenizer)))
-    source_words, target_words = vocabularies
-    convert(trained.model, source_words, target_words, folder, quantization or None)
-    target_ids = {word: id for id, word in enumerate(target_words)}
-
-    def translate(sources: Ids) -> Ids:
-        translator = ctranslate2.Translator(str(folder))
-        lengths = torch.tensor([len(source) + 1 for source in sources])
-        limits = output_limit(lengths, sizes.max_length).tolist()  # as `search` has them
-        results = translator.translate_batch(
-            [[source_words[id] for id in source] for source in sources],
-            beam_size=1,
-            max_batch_size=64,
-            max_input_length=0,
-            min_decoding_length=0,
-            max_decoding_length=max(limits),
-        )
-        hypotheses = [[target_ids[word] for word in result.hypotheses[0]] for result in results]
-        return [ids[:limit] for ids, limit in zip(hypotheses, limits)]
-
-    return translate
+    try:
+        convert(trained.model, *vocabularies, folder, quantization or None)
+    except KeyError as error:
+        raise UserError(
+            f"this model has no weight {error}: CTranslate2 knows the layers of the original "
+            "model.py alone; nothing is exported"
+        ) from None
+    return Exported(folder, *vocabularies, sizes.max_length)
 
 
 def write_card(trained: Trained, trial: str, folder: Path) -> None:

@@ -1,24 +1,29 @@
 """`translate.py --serve`: a page and a JSON endpoint on this machine, for one person.
 
 GET  /            the page
+GET  /model       what `describe` returns
 POST /translate   {"text": "…", "beam": 4, "attention": true} -> what `PageServer.translate` returns
 
-A lock gives the model to one request at a time.
+A lock gives the model to one request at a time. Only requests by a local name of this machine are
+answered, and only JSON from the page itself or a program: another page in the same browser can
+neither use the model nor, by a name of its own for 127.0.0.1 (DNS rebinding), read an answer.
 """
 
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
+from urllib.parse import urlsplit
 
 import torch
 
-from decoding import translate_lines
+from decoding import Decoder, translate_lines
 from engine.errors import UserError
 from engine.precision import Precision
 from loading import Trained
@@ -29,12 +34,15 @@ from validation import attention_of
 
 LONGEST_TEXT = 20_000  # characters, about ten pages
 MOST_HYPOTHESES = 10
+SENTENCES_AT_ONCE = 8  # between these the server looks whether the client still waits
+LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
+SCORES = ("test-greedy", "validation-greedy", "train-greedy")  # the first that is there
 
 
-def serve(trained: Trained, precision: Precision, begin: Callable, config) -> None:
+def serve(trained: Trained, precision: Precision, decoder: Decoder, config) -> None:
     """Serve the page until Ctrl-C. Raises `UserError` if the port is not free."""
     try:
-        server = PageServer(config.port, trained, precision, begin, config.length_penalty)
+        server = PageServer(config.port, trained, precision, decoder, config.length_penalty)
     except OSError as error:
         raise UserError(
             f"--port {config.port}: {error.strerror}; choose another, or 0 for a free one"
@@ -48,6 +56,35 @@ def serve(trained: Trained, precision: Precision, begin: Callable, config) -> No
     os._exit(0)
 
 
+def describe(trained: Trained) -> dict:
+    """What the page says about the model; "score" is None before an evaluation."""
+    config = trained.config
+    score = None
+    for name in SCORES:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            text = (trained.run / "eval" / f"{name}.json").read_text(encoding="utf-8")
+            figures = json.loads(text)
+            score = {"bleu": float(figures["nltk"]), "split": figures["split"]}
+            break
+    pairs = None
+    is_sample = False
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        facts = json.loads((trained.run / "data.json").read_text(encoding="utf-8"))
+        pairs = facts["counts"]["kept"]
+        is_sample = facts["is_sample"]
+    return {
+        "run": trained.run.name,
+        "checkpoint": trained.checkpoint.name,
+        "data": config["data"],
+        "is_sample": is_sample,
+        "pairs": pairs,
+        "source": config["source"],
+        "target": config["target"],
+        "score": score,
+        "longest": trained.model.config.max_length - 1,
+    }
+
+
 class PageServer(ThreadingHTTPServer):
     """Answers requests to 127.0.0.1 by translations of one model."""
 
@@ -56,14 +93,15 @@ class PageServer(ThreadingHTTPServer):
         port: int,
         trained: Trained,
         precision: Precision,
-        begin: Callable,
+        decoder: Decoder,
         length_penalty: float,
     ):
         super().__init__(("127.0.0.1", port), Handler)
+        self.description = describe(trained)
         self.model = trained.model
         self.tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         self.precision = precision
-        self.begin = begin
+        self.decoder = decoder
         self.length_penalty = length_penalty
         self.longest = trained.model.config.max_length - 1  # tokens, without the end token
         self.lock = Lock()
@@ -73,12 +111,27 @@ class PageServer(ThreadingHTTPServer):
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
-    def translate(self, text: str, beam: int, attention: bool) -> dict:
-        """The translation of a text, and under "lines" the sentences of each line."""
+    def translate(
+        self,
+        text: str,
+        beam: int,
+        attention: bool,
+        has_left: Callable[[], bool] = lambda: False,
+    ) -> dict:
+        """The translation of a text, and under "lines" the sentences of each line.
+
+        `has_left`: whether nobody waits for the answer any more; then it is an error.
+        """
         lines = [sentences(line) if line.strip() else [] for line in text.splitlines()]
         sources = [sentence.strip() for line in lines for sentence in line]
+        found = []
         with self.lock, self.precision.autocast(), torch.inference_mode():
-            translated = iter(self.translate_sentences(sources, beam, attention))
+            for first in range(0, len(sources), SENTENCES_AT_ONCE):
+                if has_left():
+                    raise ConnectionAbortedError("the client has left")
+                some = sources[first : first + SENTENCES_AT_ONCE]
+                found += self.translate_sentences(some, beam, attention)
+        translated = iter(found)
         answers = [[next(translated) for _ in line] for line in lines]
         translation = "\n".join(
             join(answer["hypotheses"][0]["text"] for answer in line) for line in answers
@@ -91,13 +144,12 @@ class PageServer(ThreadingHTTPServer):
         The score of greedy search is None. "cut": the sentence is too long for the model.
         """
         translations = translate_lines(
-            self.model,
+            self.decoder,
             *self.tokenizers,
             sources,
             beam=beam,
             nbest=beam if beam > 1 else 0,
             length_penalty=self.length_penalty,
-            begin=self.begin,
         )
         texts = [normalise(source) for source in sources]
         ids = encode(self.tokenizers[0], texts, self.longest + 1)
@@ -131,29 +183,66 @@ class Handler(BaseHTTPRequestHandler):
     server: PageServer
 
     def do_GET(self) -> None:
-        """Send the page."""
-        if self.path != "/":
+        """Send the page, or the facts about the model that it shows."""
+        path = self.path.partition("?")[0]
+        if not self.is_local():
+            self.send(403, "text/plain", b"open the page as http://127.0.0.1 or http://localhost")
+        elif path == "/":
+            page = Path(__file__).with_name("page.html").read_bytes()
+            self.send(200, "text/html", page)
+        elif path == "/model":
+            self.send_json(200, self.server.description)
+        else:
             self.send(404, "text/plain", b"the page is at /")
-            return
-        page = Path(__file__).with_name("page.html").read_bytes()
-        self.send(200, "text/html", page)
+
+    do_HEAD = do_GET  # `send` leaves the content out
 
     def do_POST(self) -> None:
         """Translate a text, or send one line on what is wrong with the request."""
         status = 200
         try:
-            if self.path != "/translate":
+            if self.path.partition("?")[0] != "/translate":
                 raise UserError("POST to /translate")
             length = self.headers.get("Content-Length", "0")
             if not re.fullmatch("[0-9]{1,8}", length):  # of bytes, below 100 MB
                 raise UserError("the request has no valid Content-Length")
-            answer = self.server.translate(*read_query(self.rfile.read(int(length))))
+            query = self.rfile.read(int(length))
+            self.require_local_json()
+            answer = self.server.translate(*read_query(query), self.has_left)
         except UserError as error:
             status, answer = 400, {"detail": str(error)}
+        except ConnectionError:
+            raise
         except Exception:
             self.send_json(500, {"detail": "an error; the terminal of the server shows it"})
             raise
         self.send_json(status, answer)
+
+    def is_local(self) -> bool:
+        """Whether the browser was given a local name, and no other page's script asks."""
+        host = self.headers.get("Host", "")
+        origin = self.headers.get("Origin")  # of the page whose script asks
+        with suppress(ValueError):  # not an address
+            is_ours = origin is None or urlsplit(origin).netloc == host
+            return is_ours and urlsplit(f"//{host}").hostname in LOCAL_NAMES
+        return False
+
+    def require_local_json(self) -> None:
+        """Raises `UserError` for what only another page would send."""
+        if not self.is_local():
+            raise UserError("only the page at http://127.0.0.1 and local programs may translate")
+        # Without this type a browser would let any page send the request.
+        if self.headers.get_content_type() != "application/json":
+            raise UserError("send JSON with `Content-Type: application/json`")
+
+    def has_left(self) -> bool:
+        """Whether the client has closed the connection, on which it sends nothing more."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def send_json(self, status: int, answer: dict) -> None:
         """Send an answer of the endpoint."""
@@ -165,7 +254,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
     def log_message(self, *_) -> None:
         """Print nothing for a request."""

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import HANGS
 
-from decoding import translate_lines
+from decoding import Decoder, translate_lines
 from engine.errors import UserError
 from loading import load_trained
 from text.subwords import load_tokenizer, special_ids
@@ -33,7 +34,10 @@ def test_the_lines_in_the_card_translate_as_the_run_does(tiny_run, tmp_path):
     assert logged[0] in (folder / "README.md").read_text(encoding="utf-8")
     lines = ODD_LINES + LINES
     tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
-    assert translated(folder, lines) == translate_lines(trained.model, *tokenizers, lines).texts
+    assert (
+        translated(folder, lines)
+        == translate_lines(Decoder(trained.model), *tokenizers, lines).texts
+    )
     for side in ("source", "target"):
         exported, own = (
             load_tokenizer(str(place / side)) for place in (folder, tiny_run / "tokenizer")
@@ -83,6 +87,44 @@ def test_an_empty_translation_stays_empty(tiny_run, tmp_path):
     trained.model.output.bias[special_ids(trained.target_tokenizer)["eos"]] += 1000
     export(trained, str(tmp_path / "out"), "", logged.append)
     assert "100 outputs are identical" in logged[0]
+
+
+def with_gelu(model):
+    for layer in [*model.transformer.encoder.layers, *model.transformer.decoder.layers]:
+        layer.activation = torch.nn.functional.gelu
+        layer.activation_relu_or_gelu = 2  # of the encoder's fast path in PyTorch
+
+
+def without_a_norm(model):
+    model.transformer.encoder.norm = torch.nn.Identity()
+
+
+def scaled_differently(model):
+    encode = model.encode
+    model.encode = lambda *arguments: encode(*arguments) * 1.1
+
+
+@pytest.mark.parametrize("change", [with_gelu, without_a_norm, scaled_differently])
+@pytest.mark.parametrize("data_are_there", [True, False])
+def test_a_model_that_ctranslate2_computes_otherwise_is_refused(
+    tiny_run, tmp_path, change, data_are_there
+):
+    trained = load_trained(tiny_run)
+    change(trained.model)
+    if not data_are_there:
+        trained.config = trained.config | {"data": str(tmp_path / "gone")}
+    with pytest.raises(UserError, match=r"the original model\.py alone; nothing is exported"):
+        export(trained, str(tmp_path / "out"), "int8", print)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_its_data_a_run_is_compared_on_made_up_sources(tiny_run, tmp_path):
+    logged, trained = [], load_trained(tiny_run)
+    trained.config = trained.config | {"data": str(tmp_path / "gone")}
+    export(trained, str(tmp_path / "out"), "", logged.append)
+    line = r"tried on 200 made-up sources, .*gone does not exist.*: (\d+) outputs are identical"
+    assert int(re.match(line, logged[0])[1]) >= 195
+    assert "BLEU" not in logged[0]
 
 
 def test_an_export_that_fails_leaves_nothing(tiny_run, tmp_path, monkeypatch):

@@ -15,19 +15,20 @@ import pytest
 import torch
 from conftest import HANGS, Forked
 
-from decoding import translate_lines
+from decoding import Decoder, translate_lines
 from engine.errors import UserError
 from engine.precision import choose_precision
 from loading import load_trained
 from text.sentences import sentences
-from tools.serving.server import LONGEST_TEXT, PageServer, serve
+from tools.serving.server import LONGEST_TEXT, PageServer, describe, serve
 
 
 @pytest.fixture(scope="module")
 def server(tiny_run):
     """A server that runs in a thread."""
     precision = choose_precision(torch.device("cpu"), "fp32")
-    with PageServer(0, load_trained(tiny_run), precision, None, 0.6) as server:
+    trained = load_trained(tiny_run)
+    with PageServer(0, trained, precision, Decoder(trained.model), 0.6) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
@@ -38,6 +39,7 @@ def request(
 ) -> tuple[int, str]:
     """Status and content of an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANGS)
+    headers = {"Content-Type": "application/json"} | headers if body else headers
     connection.request(method, path, body, headers)
     answer = connection.getresponse()
     return answer.status, answer.read().decode()
@@ -57,7 +59,7 @@ def test_lines_and_sentences_come_back_in_their_places(server, tiny_run, beam):
     text = "一二。三四！\n\n五六"
     answer = ask(server, text, beam=beam, attention=True)
     pieces = [piece for line in text.split("\n") for piece in sentences(line)]
-    tools = server.model, *server.tokenizers
+    tools = server.decoder, *server.tokenizers
     first, second, _, last = translate_lines(*tools, pieces, beam=beam, length_penalty=0.6).texts
     assert answer["translation"] == f"{first} {second}\n\n{last}"
     sources = [[sentence["source"] for sentence in line] for line in answer["lines"]]
@@ -141,6 +143,93 @@ def test_a_browser_that_leaves_is_no_traceback(server, monkeypatch, capsys):
     assert "Traceback" not in capsys.readouterr().err
 
 
+JSON = "application/json"
+EVIL = "http://evil.example"
+
+
+@pytest.mark.parametrize(
+    "headers, status",
+    [
+        ({"Host": "evil.example"}, 400),  # DNS rebinding
+        ({"Host": "evil.example", "Origin": EVIL}, 400),
+        ({"Origin": EVIL}, 400),
+        ({"Origin": "null"}, 400),
+        ({"Origin": "http://127.0.0.1:1"}, 400),  # another program of this machine
+        ({"Content-Type": "text/plain"}, 400),  # which any page may send
+        ({"Host": "[::1"}, 400),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+        ({"Host": "localhost"}, 200),
+        ({"Host": "localhost:9", "Origin": "http://localhost:9"}, 200),  # through ssh -L
+        ({"Host": "[::1]:9"}, 200),
+    ],
+)
+def test_only_the_page_and_local_programs_are_answered(server, headers, status):
+    asked = request(server.server_port, "POST", "/translate", '{"text": "1"}', **headers)
+    assert asked[0] == status and ("translation" in asked[1]) == (status == 200)
+    if "Content-Type" not in headers:
+        shown = request(server.server_port, "GET", "/model", **headers)
+        assert shown[0] == (403 if status == 400 else 200)
+
+
+def test_the_page_is_found_with_a_query_and_its_head_alone(server):
+    port = server.server_port
+    status, page = request(port, "GET", "/?a=1")
+    assert status == 200 and "<html" in page
+    assert request(port, "HEAD", "/") == (200, "")
+    assert request(port, "GET", "//[")[0] == 404
+    assert request(port, "POST", "/translate?a=1", '{"text": "1"}')[0] == 200
+
+
+def test_a_client_that_leaves_gives_the_model_back(server, monkeypatch):
+    """It is noticed after the first eight of 80 sentences, not after all."""
+    begun, left, translated = threading.Event(), threading.Event(), []
+
+    def translate(sources, beam, attention):
+        translated.append(len(sources))
+        begun.set()
+        assert left.wait(HANGS)
+        return [{"hypotheses": [{"text": "x"}]} for _ in sources]
+
+    monkeypatch.setattr(server, "translate_sentences", translate)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=HANGS)
+    body = json.dumps({"text": "一。" * 80})
+    connection.request("POST", "/translate", body, {"Content-Type": JSON})
+    assert begun.wait(HANGS)
+    connection.close()
+    left.set()
+    assert ask(server, "二。")["translation"] == "x"
+    assert translated == [8, 1]
+
+
+def test_the_page_names_the_run_its_data_and_its_score(server, tiny_run):
+    status, answer = request(server.server_port, "GET", "/model")
+    facts = json.loads(answer)
+    assert status == 200 and facts["run"] == tiny_run.name and facts["score"] is None
+    assert facts["pairs"] > 0 and (facts["source"], facts["target"]) == ("zh", "en")
+    trained = load_trained(tiny_run)
+    assert facts["data"] == trained.config["data"] and not facts["is_sample"]
+
+
+def test_the_score_is_that_of_the_test_split(tmp_path):
+    (tmp_path / "eval").mkdir()
+    facts = json.dumps({"counts": {"kept": 5}, "is_sample": True})
+    (tmp_path / "data.json").write_text(facts, encoding="utf-8")
+    trained = SimpleNamespace(
+        run=tmp_path,
+        checkpoint=tmp_path / "checkpoints/step-2",
+        config={"data": "x", "source": "zh", "target": "en"},
+        model=SimpleNamespace(config=SimpleNamespace(max_length=64)),
+    )
+    for split, bleu in (("validation", 12.5), ("test", 9.25)):
+        figures = json.dumps({"nltk": bleu, "split": split})
+        (tmp_path / f"eval/{split}-greedy.json").write_text(figures)
+        assert describe(trained)["score"] == {"bleu": bleu, "split": split}
+    assert describe(trained)["is_sample"]
+    for damaged in ("{", "[]", '{"nltk": null, "split": "test"}'):
+        (tmp_path / "eval/test-greedy.json").write_text(damaged)
+        assert describe(trained)["score"]["split"] == "validation"
+
+
 def test_text_of_the_user_is_never_html(server):
     status, answer = request(server.server_port, "GET", "/%3Cscript%3E")
     assert status == 404 and "<" not in answer
@@ -178,7 +267,8 @@ def test_ctrl_c_ends_it_also_during_a_translation(tiny_run, tmp_path):
         port = int(address.rpartition(":")[2])
         assert request(port, "POST", "/translate", '{"text": "1"}')[0] == 200
         connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("POST", "/translate", '{"text": "hang"}')
+        kind = {"Content-Type": "application/json"}
+        connection.request("POST", "/translate", '{"text": "hang"}', kind)
         script.wait_for("begun")
         # Not by another address of this machine: the page is for its user alone.
         with pytest.raises(OSError):
