@@ -18,8 +18,10 @@ from engine.run import Run
 from engine.tables import markdown_table
 from model import SummedLoss, Translator
 from text.bleu import corpus_bleu
+from text.selection import evenly_spaced
 
-BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py scores all rows
+# Of the validation split, evenly spaced, translated each time; evaluate.py scores all rows.
+BLEU_ROWS = 500
 SAMPLES = 3
 
 
@@ -63,7 +65,8 @@ class Validation:
         """
         model = unsharded(self.model)
         loss = self.loss(model, self.batches)
-        rows = self.prepared.validation_rows[:BLEU_ROWS]
+        # From all over the split: a file may hold several corpora in turn.
+        rows = evenly_spaced(self.prepared.validation_rows, BLEU_ROWS)
         translations = self.translate(model, rows)
         if translations is None:  # another rank than 0
             return loss, None
@@ -83,7 +86,8 @@ class Validation:
             f"step {step:>5,}  validation loss {loss:.3f}  perplexity {perplexity(loss):.1f}  "
             f"BLEU {bleu:.2f} (smoothed)"
         )
-        self.run.log(f"            the first of {len(rows)} rows: {texts[0][:45]!r}")
+        scored = f"{len(rows)} of {len(self.prepared.validation_rows):,} rows, evenly spaced"
+        self.run.log(f"            {scored}; the first: {texts[0][:30]!r}")
         return loss, bleu
 
     def draw_attention(self, step: int, model: Translator, source: str, translation: str) -> None:

@@ -20,10 +20,10 @@ import fast
 from data import (
     BucketSampler,
     Prepared,
+    TextSettings,
     collate_for,
     default_tokens_per_batch,
     prepare,
-    vocabulary_size,
 )
 from engine.checkpoint import RESUMABLE
 from engine.devices import choose_device, hidden_gpus
@@ -73,9 +73,9 @@ class Sample(ParallelText):
         """The rows that were taken from a split."""
         yield from self.taken[split]
 
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> dict[str, str]:
         """A constant: what is made of a sample is thrown away."""
-        return "sample"
+        return {}
 
 
 def check(config) -> None:
@@ -119,8 +119,8 @@ def check(config) -> None:
         vocabularies = [len(prepared.source_tokenizer), len(prepared.target_tokenizer)]
         if is_estimate and not config.tokenizer:
             # The few words of a sample give smaller vocabularies than all rows will.
-            asked = (config.source_vocab, config.target_vocab)
-            vocabularies = [vocabulary_size(size, count) for size in asked]
+            settings = TextSettings.of(config).for_pairs(count)
+            vocabularies = [settings.source_vocab, settings.target_vocab]
         costs = Costs(config, prepared, all_pairs, vocabularies, precision, is_estimate)
         costs.report(load, warnings.append)
     for warning in warnings:
@@ -162,15 +162,8 @@ def sample_of(text: ParallelText) -> tuple[Sample, int, float]:
 
 def prepare_sample(config, sample: Sample, count: int, folder: Path) -> Prepared:
     """The sample cleaned and tokenised, as the run would do it with `count` pairs."""
-    prepared = prepare(
-        sample,
-        folder,
-        source_vocab=vocabulary_size(config.source_vocab, count),
-        target_vocab=vocabulary_size(config.target_vocab, count),
-        tokenizer=config.tokenizer,
-        max_length=config.max_length,
-        log=lambda line: None,
-    )
+    settings = TextSettings.of(config).for_pairs(count)
+    prepared = prepare(sample, folder, settings, log=lambda line: None)
     if config.select:
         prepared.select_like_validation(lambda line: None)
     return prepared

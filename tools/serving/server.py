@@ -28,7 +28,6 @@ from engine.errors import UserError
 from engine.precision import Precision
 from loading import Trained
 from text.cleaning import normalise
-from text.reading import sample_notice
 from text.sentences import join, sentences
 from text.subwords import encode
 from tools.reporting.attention import attention_of
@@ -68,14 +67,16 @@ def describe(trained: Trained) -> dict:
             score = {"bleu": float(figures["nltk"]), "split": figures["split"]}
             break
     pairs = None
+    is_sample = False
     with suppress(OSError, ValueError, KeyError, TypeError):
         facts = json.loads((trained.run / "data.json").read_text(encoding="utf-8"))
         pairs = facts["counts"]["kept"]
+        is_sample = facts["is_sample"]
     return {
         "run": trained.run.name,
         "checkpoint": trained.checkpoint.name,
         "data": config["data"],
-        "is_sample": bool(sample_notice(config["data"])),
+        "is_sample": is_sample,
         "pairs": pairs,
         "source": config["source"],
         "target": config["target"],

@@ -19,7 +19,6 @@ from decoding import Decoder, translate_lines
 from engine.errors import UserError
 from engine.precision import choose_precision
 from loading import load_trained
-from text.reading import SAMPLE
 from text.sentences import sentences
 from tools.serving.server import LONGEST_TEXT, PageServer, describe, serve
 
@@ -213,10 +212,12 @@ def test_the_page_names_the_run_its_data_and_its_score(server, tiny_run):
 
 def test_the_score_is_that_of_the_test_split(tmp_path):
     (tmp_path / "eval").mkdir()
+    facts = json.dumps({"counts": {"kept": 5}, "is_sample": True})
+    (tmp_path / "data.json").write_text(facts, encoding="utf-8")
     trained = SimpleNamespace(
         run=tmp_path,
         checkpoint=tmp_path / "checkpoints/step-2",
-        config={"data": str(SAMPLE), "source": "zh", "target": "en"},
+        config={"data": "x", "source": "zh", "target": "en"},
         model=SimpleNamespace(config=SimpleNamespace(max_length=64)),
     )
     for split, bleu in (("validation", 12.5), ("test", 9.25)):
