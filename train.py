@@ -161,7 +161,7 @@ from engine.telemetry import progress_bar
 from loading import save_description
 from micro_batches import micro_batches_that_fit
 from model import PRESETS, ModelConfig, SummedLoss, Translator, sizes_of, training_flops
-from text.reading import sample_notice
+from text.reading import SAMPLE_NOTICE
 from validation import Validation
 
 
@@ -378,7 +378,10 @@ def train(config: Config) -> Path:
         run.close(reason, state.step)
         if not interrupted:
             announce_results(run, config, state)
-        run.write_outcome(INTERRUPTED if interrupted else "finished", sample_notice(config.data))
+        run.write_outcome(
+            INTERRUPTED if interrupted else "finished",
+            SAMPLE_NOTICE if prepared.summary["is_sample"] else "",
+        )
         return run.folder
 
 

@@ -683,14 +683,13 @@ def test_the_commands_that_come_next_name_the_scripts_as_they_were_typed(
 @pytest.mark.parametrize("cut_after", [[], [2]])
 def test_the_outcome_that_run_sh_reads(few_pairs, here, monkeypatch, tmp_path, cut_after):
     monkeypatch.setenv("RUN_OUTCOME", str(tmp_path / "outcome.json"))
-    monkeypatch.setattr(training, "sample_notice", lambda path: f"notice on {path}")
     interrupt_in(monkeypatch, *cut_after)
     training.train(config(data=str(few_pairs), run=str(here)))
     assert json.loads((tmp_path / "outcome.json").read_text(encoding="utf-8")) == {
         "folder": str(here),
         "outcome": "interrupted" if cut_after else "finished",
         "device": "cpu",
-        "notice": f"notice on {few_pairs}",
+        "notice": "",
     }
 
 
@@ -910,7 +909,7 @@ def test_help_and_default_rate_come_from_the_tables(capsys, monkeypatch):
         parse_flags(training.Config)
     words = capsys.readouterr().out
     assert f"({'|'.join(OPTIMIZERS)})" in words and f"({'|'.join(SCHEDULES)})" in words
-    assert "0.002 (muon), 0.001 (adamw)" in words
+    assert "0.002 (muon), 0.001 (adamw)" in " ".join(words.split())
     with pytest.raises(UserError, match="--schedule cosin is unknown; choose wsd"):
         training.Config(schedule="cosin")
 
