@@ -40,7 +40,10 @@ from tools.reporting.page import Page
 from tools.reporting.reading import newest_run, read_all
 
 TITLES = {
-    "translation": ("Training a Transformer that translates", "实验报告：训练 Transformer 翻译模型"),
+    "translation": (
+        "Training a Transformer that translates",
+        "实验报告：训练 Transformer 翻译模型",
+    ),
     "lenet": ("LeNet-5 on handwritten digits", "实验报告：用 LeNet-5 识别手写数字"),
     "lightning": ("LeNet-5 with PyTorch Lightning", "实验报告：用 PyTorch Lightning 训练 LeNet-5"),
     "wikitext": ("A language model on WikiText", "实验报告：在 WikiText 上训练语言模型"),

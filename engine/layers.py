@@ -1,10 +1,11 @@
 """The layers of a model as a table: name, type, output shape and parameters, as Keras prints them.
 
-    save_layers(run.folder, model, images)    # layers.json; images: an input of the model
+    save_layers(run.folder, model, images)    # layers.json; images: an input of one sample
 
 Layers of the same kind that follow each other, as in a Transformer, are one row.
 """
 
+import contextlib
 import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,12 +33,15 @@ class Layer:
 
 
 def save_layers(folder: Path, model: nn.Module, *inputs) -> None:
-    """Write layers.json into the folder of a run."""
-    rows = layers_of(model, *inputs)
-    atomic_write(folder / "layers.json", as_json([asdict(row) for row in rows]))
+    """Write layers.json into the folder of a run; rank 0 alone calls it."""
+    # The table is for the report: a model that cannot be called this way is trained all the same.
+    with contextlib.suppress(Exception):
+        rows = layers_of(model, *inputs)
+        atomic_write(folder / "layers.json", as_json([asdict(row) for row in rows]))
 
 
-@torch.no_grad()
+# With gradients, for without them PyTorch computes a whole encoder layer by one function.
+@torch.enable_grad()
 def layers_of(model: nn.Module, *inputs) -> list[Layer]:
     """A row for each layer, in the order of `model(*inputs)`, which is computed once."""
     rows: list[Layer] = []
@@ -67,8 +71,8 @@ def layers_of(model: nn.Module, *inputs) -> list[Layer]:
         is_leaf = not any(True for _ in module.children())
         if isinstance(module, NOT_SHOWN) or name.startswith(tuple(parents)):
             continue
-        if name and (has_own or is_leaf):
-            add(name, module)
+        if has_own or is_leaf:
+            add(name or "(model)", module)
     was_training = model.training
     try:
         model.eval()(*inputs)

@@ -24,12 +24,11 @@ from tqdm import tqdm
 from engine.config import changed_names, given_names
 from engine.errors import discard_output
 
-
-# TensorBoard sorts curves and pictures by the first part of their tags: what a run is judged by comes
-# first, then w_ pictures of the model, x_ its data, speed and results, and the hardware, y_, last.
+# TensorBoard sorts curves and pictures by the first part of their tags. What a run is judged by
+# comes first, then pictures of the model (w_), data, speed and results (x_), and the hardware (y_).
 FIRST = ("train", "valid", "test")
 HARDWARE = ("cpu", "gpu", "memory")
-# Several curves in one chart, on the page CUSTOM SCALARS; a chart shows those of its tags that exist.
+# Several curves in one chart, on the page CUSTOM SCALARS; it shows those of its tags that exist.
 CHARTS = {
     "loss": ["Multiline", [r"^(train|valid|test)/loss$"]],
     "perplexity": ["Multiline", [r"^(train|valid|test)/perplexity$"]],

@@ -62,7 +62,7 @@ PANELS: dict[str, Words] = {
 LOSS_OF_IMAGES: Words = ("loss (nats per image)", "损失（nat/图片）")
 TOGETHER = {"smoothed_loss": "loss"}
 # The hardware has a figure of its own.
-NOT_SHOWN = ("cpu/", "gpu/", "memory/", "result/", "speed/target", "test/errors")
+NOT_SHOWN = ("epoch", "cpu/", "gpu/", "memory/", "result/", "speed/target", "test/errors")
 QUANTITIES: dict[str, Words] = {
     "utilisation_percent": ("utilisation (%)", "利用率（%）"),
     "memory_gib": ("memory (GiB)", "内存（GiB）"),
@@ -106,7 +106,7 @@ def curves(runs: list[RunFiles], name: str, tags: list[str], language: str) -> F
     names = "".join(run.name for run in runs)
     with matplotlib.rc_context({**STYLE, "font.family": families(names)}):
         is_crowded = len(runs) > LONGEST_LEGEND
-        figure = Figure(figsize=(WIDTH, 2.9 + 0.2 * len(runs) * is_crowded))
+        figure = Figure(figsize=(WIDTH, 2.9 + 0.1 * len(runs) * is_crowded))
         axes = figure.subplots()
         axes.set_ylabel(in_language(label_of(runs, name), language))
         axes.set_xlabel(in_language(STEP, language))
@@ -140,7 +140,7 @@ def curves(runs: list[RunFiles], name: str, tags: list[str], language: str) -> F
         elif name != "learning_rate":
             choose_scale(axes, drawn)
         if is_crowded:
-            figure.legend(loc="outside lower left")
+            figure.legend(loc="outside lower left", ncols=2)
         elif len(tags) > 1 or len(runs) > 1:
             axes.legend()
     return figure

@@ -12,6 +12,7 @@ A cell of a table is a text (see words.py), a `Fact`, or None (—). In a text, 
 import base64
 import html
 import io
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from tools.reporting.reading import Fact
 from tools.reporting.words import Words, in_language
 
 DOTS_PER_INCH = 150
-COLUMNS = 6  # runs beside each other; more go into a second table
+COLUMNS = 7  # beside each other; of more a second table is made
 SHORT = 12  # characters up to which a text in a table stays on one line
 LONG = 24  # characters from which a text in a table may break inside a word
 STYLE = (Path(__file__).with_name("style.css")).read_text(encoding="utf-8")
@@ -35,10 +36,11 @@ PENCIL = "✎"
 
 @dataclass
 class Block:
-    """A part of the report, in both forms."""
+    """A part of the report, in both forms; a heading is `html` and `markdown` of its text alone."""
 
     html: str
     markdown: str
+    level: int = 0  # of a heading
 
 
 class Page:
@@ -51,7 +53,6 @@ class Page:
             raise UserError(f"{self.folder} is a run itself; name a folder of its own by --out DIR")
         self.title = self.text(title)
         self.blocks: list[Block] = []
-        self.sections: list[str] = []
         self.figure_count = 0
         self.pictures: dict[str, bytes] = {}
         # What the student wrote, by the names of the places; and the places of this report.
@@ -69,7 +70,7 @@ class Page:
     def as_html(self, cell: Words | Fact | None) -> str:
         """The cell or text, escaped; `…` in a text of the program is code."""
         # Names such as layers.norm may break after a point or a stroke.
-        escaped = re.sub(r"(?<=\w[./_])(?=\w)", "<wbr>", html.escape(self.text(cell)))
+        escaped = re.sub(r"(?<=\w[./_])(?=[A-Za-z*])", "<wbr>", html.escape(self.text(cell)))
         if not isinstance(cell, Fact):
             return re.sub("`([^`]+)`", r"<code>\1</code>", escaped)
         shown = f"<code>{escaped}</code>" if cell.is_code else escaped
@@ -91,19 +92,11 @@ class Page:
         self.blocks.append(Block(as_html, f"{as_markdown}\n"))
 
     def heading(self, *words: str, level: int = 2) -> None:
-        """A heading; level 2 begins a section, which is numbered and in the list of contents."""
-        if level > 2:
-            self.add(
-                f"<h{level}>{self.as_html(words)}</h{level}>",
-                f"{'#' * level} {self.as_markdown(words)}",
-            )
-            return
-        self.sections.append(self.text(words))
-        number = len(self.sections)
-        self.add(
-            f'<h2 id="section-{number}">{number} {self.as_html(words)}</h2>',
-            f'## <a id="section-{number}"></a>{number} {self.as_markdown(words)}',
-        )
+        """A heading; level 2 begins a section, which is numbered and in the list of contents.
+
+        If nothing follows it, it is left out.
+        """
+        self.blocks.append(Block(self.as_html(words), self.as_markdown(words), level))
 
     def paragraph(self, *words: str) -> None:
         """A paragraph."""
@@ -119,7 +112,9 @@ class Page:
 
     def warning(self, *words: str) -> None:
         """What a reader must know first, in red."""
-        self.add(f'<p class="warning">{self.as_html(words)}</p>', f"> **{self.as_markdown(words)}**")
+        self.add(
+            f'<p class="warning">{self.as_html(words)}</p>', f"> **{self.as_markdown(words)}**"
+        )
 
     def to_add(self, *words: str) -> None:
         """What the student must still do outside report.md."""
@@ -168,9 +163,7 @@ class Page:
     def folded(self, *words: str) -> None:
         """What follows, until `end_folded`, is shown on a click, and when the page is printed."""
         text = self.as_html(words)
-        self.add(
-            f"<details><summary>{text}</summary>", f"<details><summary>{text}</summary>\n"
-        )
+        self.add(f"<details><summary>{text}</summary>", f"<details><summary>{text}</summary>\n")
 
     def end_folded(self) -> None:
         """The end of what `folded` began."""
@@ -184,8 +177,10 @@ class Page:
         shown = [n for n, row in enumerate(rows) if any(cell is not None for cell in row[1:])]
         if not shown:
             return
-        for first in range(1, len(header), COLUMNS):
-            columns = [0, *range(first, min(first + COLUMNS, len(header)))]
+        tables = math.ceil((len(header) - 1) / COLUMNS)
+        width = math.ceil((len(header) - 1) / tables)
+        for first in range(1, len(header), width):
+            columns = [0, *range(first, min(first + width, len(header)))]
             texts = [[header[column] for column in columns]]
             lines = ["<tr>" + "".join(self.cell(cell, "th") for cell in texts[0]) + "</tr>"]
             for n in shown:
@@ -247,15 +242,30 @@ class Page:
 
     # ---------------------------------------------------------------- the files
 
-    def contents(self) -> Block:
-        """The list of contents."""
-        links = [
-            (f"#section-{number}", f"{number} {text}")
-            for number, text in enumerate(self.sections, 1)
-        ]
-        items = "".join(f'<li><a href="{to}">{html.escape(text)}</a></li>' for to, text in links)
-        lines = "\n".join(f"- [{plain(text)}]({to})" for to, text in links)
-        return Block(f"<nav><ul>{items}</ul></nav>", f"{lines}\n")
+    def finished(self) -> list[Block]:
+        """The cover, the list of contents, and all blocks, their sections numbered."""
+        kept: list[Block] = []
+        for block in reversed(self.blocks):
+            next_level = kept[-1].level if kept else 1
+            is_empty = block.level and 0 < next_level <= block.level
+            if not is_empty:
+                kept.append(block)
+        blocks, items, lines = [], [], []
+        for block in reversed(kept):
+            if block.level == 2:
+                number = len(items) + 1
+                to = f"section-{number}"
+                items.append(f'<li><a href="#{to}">{number} {block.html}</a></li>')
+                lines.append(f"- [{number} {block.markdown}](#{to})\n")
+                as_html = f'<h2 id="{to}">{number} {block.html}</h2>'
+                block = Block(as_html, f'## <a id="{to}"></a>{number} {block.markdown}\n')
+            elif block.level:
+                tag = f"h{block.level}"
+                mark = "#" * block.level
+                block = Block(f"<{tag}>{block.html}</{tag}>", f"{mark} {block.markdown}\n")
+            blocks.append(block)
+        contents = Block(f"<nav><ul>{''.join(items)}</ul></nav>", "".join(lines))
+        return [blocks[0], contents, *blocks[1:]]
 
     def write(self) -> Path:
         """Write report.html, report.md and the pictures into the folder; returns the page."""
@@ -271,8 +281,7 @@ class Page:
             f"<!-- {self.text(how).replace('<!-- ', '‹').replace(' -->', '›')} -->\n\n"
             f"# {self.title}\n",
         )
-        # The cover is the first block.
-        blocks = [top, *self.blocks[:1], self.contents(), *self.blocks[1:]]
+        blocks = [top, *self.finished()]
         body = "\n".join(block.html for block in blocks if block.html)
         markdown = "\n".join(block.markdown for block in blocks if block.markdown)
         head = (

@@ -8,7 +8,6 @@ run.look_up("environment.json#*.gpu")          # of all starts of the script
 
 import fcntl
 import json
-import math
 import re
 import shlex
 import statistics
@@ -281,9 +280,10 @@ class TableFiles:
 
     folder: Path
     name: str
-    head: list[str]
-    rows: list[dict]  # of table.json: the cells by their heads, then the figures of the run
+    cells: list[list[str]]  # of table.md; the first row is the head
+    rows: list[dict]  # of table.json: the figures of each run
     about: str  # the line below the table
+    pictures: list[Path]
     runs: dict[int, RunFiles]  # row → its run, if there is one
 
 
@@ -303,18 +303,25 @@ def read_table(folder: Path) -> TableFiles:
     try:
         rows = json.loads((folder / "table.json").read_text(encoding="utf-8"))
         lines = (folder / "table.md").read_text(encoding="utf-8").splitlines()
-        head = [cell.strip() for cell in lines[0].strip("| ").split("|")]
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError("a row is no object")
+        cells = [cells_of(line) for line in lines if line.startswith("|")]
+        del cells[1]  # the line under the head
+        if len(cells) != len(rows) + 1 or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("table.md and table.json have different rows")
     except (OSError, ValueError, IndexError, TypeError) as error:
         raise UserError(f"{folder} has no table that can be read: {error}") from None
     runs = {}
-    for number, row in enumerate(rows):
+    for number, row in enumerate(cells[1:]):
         if (folder / f"row-{number}" / "metrics.jsonl").exists():
             runs[number] = read_run(folder / f"row-{number}")
-            words = [str(row.get(key)).split("<br>")[0] for key in head[:2]]
-            runs[number].name = " · ".join(words)
-    return TableFiles(folder, folder.resolve().name, head, rows, lines[-1], runs)
+            runs[number].name = " · ".join(cell.partition("<br>")[0] for cell in row[:2])
+    pictures = sorted(folder.glob("*.png"))
+    return TableFiles(folder, folder.resolve().name, cells, rows, lines[-1], pictures, runs)
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a table in Markdown."""
+    cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+    return [cell.strip().replace("\\|", "|").replace("\\\\", "\\") for cell in cells]
 
 
 def read_runs(folders: list) -> list[RunFiles]:

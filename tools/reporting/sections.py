@@ -5,11 +5,10 @@ begins with where its values are: a place as `RunFiles.look_up` reads it, or a f
 Then comes its text in English and, unless it is the same, in Chinese.
 """
 
-import shlex
+import re
 from dataclasses import dataclass, field
 
 from engine.errors import UserError
-from engine.files import as_argument
 from loading import load_trained
 from text.bleu import sentence_scores
 from text.cleaning import REASONS
@@ -18,15 +17,14 @@ from tools.reporting.attention import attention_of, picture
 from tools.reporting.comparing import shared_results
 from tools.reporting.page import Page
 from tools.reporting.reading import (
+    ABOVE_PEAK,
     NO_BETTER_LOSS,
     NUMBER,
-    WHY_STOPPED,
-    ABOVE_PEAK,
     SAMPLE_NOTE,
+    WHY_STOPPED,
     Fact,
     RunFiles,
     TableFiles,
-    as_text,
     is_number,
     rows_of,
 )
@@ -40,8 +38,11 @@ CROSS_ATTENTION = ("Cross-attention", "交叉注意力")
 
 def table(
     page: Page, runs: list[RunFiles], rows: list[tuple], mark: set[int] = frozenset()
-) -> None:
-    """A row for each (place, English, Chinese); `mark`: numbers of rows to colour."""
+) -> bool:
+    """A row for each (place, English, Chinese); `mark`: numbers of rows to colour.
+
+    Returns whether there is any value.
+    """
     cells = []
     for place, *texts in rows:
         values = [place(run) if callable(place) else run.look_up(place) for run in runs]
@@ -50,6 +51,7 @@ def table(
         page.facts(cells)
     else:
         page.table([("run", "训练"), *(run.name for run in runs)], cells, mark)
+    return any(value is not None for _, *values in cells for value in values)
 
 
 # -------------------------------------------------------------------- the run
@@ -101,8 +103,11 @@ def summary(page: Page, runs: list[RunFiles]) -> None:
         (error_rate, "test error rate", "测试错误率"),
         ("metrics.jsonl#test/errors#last:,.0f", "test errors", "测试错误数"),
         ("eval/test.json#perplexity:.2f", "test perplexity", "测试困惑度"),
-        ("eval/test.json#accuracy:.2%", "accuracy of the next word", "下一个词的准确率"),
     ]
+    if any(run.kind == "wikitext" for run in runs):
+        rows.append(
+            ("eval/test.json#accuracy:.2%", "accuracy of the next word", "下一个词的准确率")
+        )
     if first:
         rows.append((first_score, "BLEU, the handed-in score", "BLEU（要提交的得分）"))
     table(page, runs, rows)
@@ -135,10 +140,12 @@ def names_of_results(runs: list[RunFiles]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.results))
 
 
-def status(run: RunFiles) -> Fact | Words:
+def status(run: RunFiles) -> Fact | Words | None:
     """Why it stopped, or that it runs."""
     if run.running:
         return ("under way", "正在运行")
+    if not run.log:
+        return None
     reason = run.reason()
     if not reason:
         return ("no final message", "没有正常结束")
@@ -376,10 +383,10 @@ def speed(page: Page, runs: list[RunFiles]) -> None:
     rows = [(f"metrics.jsonl#{tag}#median:{form}", *texts) for tag, form, *texts in medians]
     peak = ("peak memory (GiB)", "内存峰值（GiB；在 GPU 上是显存）")
     rows.append(("metrics.jsonl#memory/peak_gib#max:.2f", *peak))
-    table(page, runs, rows)
-    page.note(
-        "Speeds and shares are medians over the run.", "速度与比例是整个训练过程的中位数。"
-    )
+    if table(page, runs, rows):
+        page.note(
+            "Speeds and shares are medians over the run.", "速度与比例是整个训练过程的中位数。"
+        )
 
 
 # -------------------------------------------------------------------- results
@@ -514,7 +521,10 @@ def draw_attention(examples: Examples) -> dict[str, tuple[object, Words]]:
             source, _ = examples.rows[row]
             translation = run.hypotheses[examples.name][row]
             found = attention_of(trained.model, tokenizers, source, translation, WIDEST)
-            caption = (f"cross-attention, {run.name}: {source}", f"交叉注意力，{run.name}：{source}")
+            caption = (
+                f"cross-attention, {run.name}: {source}",
+                f"交叉注意力，{run.name}：{source}",
+            )
             drawn[f"attention {number} {run.name}"] = (picture(found), caption)
     return drawn
 
@@ -592,12 +602,15 @@ def settings(page: Page, runs: list[RunFiles]) -> None:
 # -------------------------------------------------------------------- tables of labs.gpt
 
 
-# Heads of table.json, in Chinese.
+# Heads of table.md, in Chinese.
 HEADS_IN_CHINESE = {
     "technique": "技术",
     "processes": "进程数",
     "tokens/s": "每秒词元数",
+    "× row 1": "与第 1 行之比",
+    "× DDP": "与 DDP 之比",
     "step": "每步时间",
+    "CPU time a step": "每步 CPU 时间",
     "of measured peak": "占实测峰值",
     "memory a rank": "每进程内存",
     "loss": "损失",
@@ -610,51 +623,64 @@ HEADS_IN_CHINESE = {
     "final loss": "最终损失",
     "loss < 7": "损失 < 7",
 }
+PERCENT = re.compile(r"([\d.]+) ?%")
 
 
 def comparison(page: Page, each: TableFiles) -> None:
     """The table as the program wrote it, speed and memory as ratios, and the losses of its rows."""
     page.heading(each.name)
-    names = [str(row.get(each.head[0])).replace("<br>", " ") for row in each.rows]
-    lines, ratios = [], []
-    baseline: dict = {}
-    for number, (name, row) in enumerate(zip(names, each.rows)):
-        source = f"{each.name}/table.json#{number}"
-        impossible = is_number(row.get("share_of_peak")) and row["share_of_peak"] > 1
-        cells: list = []
-        for head in each.head[1:]:
-            value = row.get(head)
-            hidden = value in (None, "") or (impossible and head == "of measured peak")
-            cells.append(None if hidden else Fact(value, as_text(value, ""), source))
-        lines.append([name, *cells])
-        if impossible:
-            note = (name, ("of measured peak", "占实测峰值"), ABOVE_PEAK)
-            page.bullets([" · ".join(map(page.text, note))], "missing")
-        speed, memory = row.get("tokens_per_second"), largest(row.get("peak_gib"))
-        if is_number(speed) and speed > 0 and memory:
-            baseline = baseline or {"speed": speed, "memory": memory, **row}
-            speed_up, share = speed / baseline["speed"], memory / baseline["memory"]
-            ratios.append(
-                [
-                    name,
-                    Fact(speed_up, f"{speed_up:.2f} ×", f"computed from {source}"),
-                    Fact(share, f"{share:.2f} ×", f"computed from {source}"),
-                ]
+    head, *rows = each.cells
+    source = f"{each.name}/table.md"
+    above_peak = False
+    lines = []
+    for row in rows:
+        cells: list = [row[0].replace("<br>", " ")]
+        for title, cell in zip(head[1:], row[1:]):
+            percent = PERCENT.fullmatch(cell)
+            impossible = title == "of measured peak" and percent and float(percent[1]) > 100
+            above_peak = above_peak or bool(impossible)
+            cells.append(Fact(cell, cell, source) if cell and not impossible else None)
+        lines.append(cells)
+    page.table([(title, HEADS_IN_CHINESE.get(title, title)) for title in head], lines)
+    if above_peak:
+        page.note(
+            *(
+                f"{title}: {words}"
+                for title, words in zip(("of measured peak", "占实测峰值"), ABOVE_PEAK)
             )
-    page.table([(head, HEADS_IN_CHINESE.get(head, head)) for head in each.head], lines)
-    page.note(each.about)
-    same_model = len({row.get("parameters") for row in each.rows if "tokens_per_second" in row}) < 2
-    if len(ratios) > 1 and same_model:
-        page.table(["", ("speed-up", "加速比"), ("memory of a process", "每进程内存之比")], ratios)
-        first = ratios[0][0]
-        page.note(f"Relative to the first row, {first}.", f"以第一行 {first} 为 1。")
+        )
+    page.note(f"`{each.about}`")
+    ratios(page, each)
+    drawn: dict = {}
     runs = [run for run in each.runs.values() if run.series("train/loss")[1]]
     if runs:
         figure = figures.curves(runs, "loss", ["train/loss"], page.language)
-        caption = ("training loss of the rows, nats per token", "各行的训练损失，nat/词元")
-        page.figures({f"{each.name} loss": (figure, caption)}, "large")
+        caption = ("training loss of each row (nats per token)", "各行的训练损失（nat/词元）")
+        drawn[f"{each.name} loss"] = (figure, caption)
+    for path in each.pictures:
+        if path.stem != "losses":  # those above
+            drawn[f"{each.name} {path.stem}"] = (path.read_bytes(), f"`{path.name}`")
+    if drawn:
+        page.figures(drawn, "large")
 
 
-def largest(values) -> float:
-    """The largest number of a list, 0 if there is none."""
-    return max(filter(is_number, values if isinstance(values, list) else []), default=0)
+def ratios(page: Page, each: TableFiles) -> None:
+    """Speed-up and memory of the rows of one model, relative to the first that was trained."""
+    measured = []
+    for cells, row in zip(each.cells[1:], each.rows):
+        memory = row.get("peak_gib")
+        peaks = [peak for peak in memory if is_number(peak)] if isinstance(memory, list) else []
+        if is_number(row.get("tokens_per_second")) and max(peaks, default=0) > 0:
+            name = " · ".join(cell.replace("<br>", " ") for cell in cells[:2])
+            measured.append((name, row["tokens_per_second"], max(peaks), row.get("parameters")))
+    has_ratios = any("×" in title for title in each.cells[0])
+    if has_ratios or len(measured) < 2 or len({str(size) for *_, size in measured}) > 1:
+        return
+    first, speed, memory, _ = measured[0]
+    source = f"computed from {each.name}/table.json"
+    lines = []
+    for name, own_speed, own_memory, _ in measured:
+        values = (own_speed / speed, own_memory / memory)
+        lines.append([name, *(Fact(value, f"{value:.2f} ×", source) for value in values)])
+    page.table(["", ("speed-up", "加速比"), ("memory", "内存之比")], lines)
+    page.note(f"Relative to the row {first}.", f"以 {first} 一行为 1。")
