@@ -23,7 +23,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -38,88 +38,111 @@ from engine.errors import UserError
 from engine.signals import leave_signals_to_main
 from engine.telemetry import progress_bar
 from text.cleaning import (
-    MIN_VALIDATION_ROWS,
     REASONS,
-    absurd_ratio,
     clean_pairs,
     describe_counts,
     held_out_rows,
-    like_validation,
     missing_splits,
     normalise,
     split_to_score,
-    without_short_targets,
+    worth_keeping,
 )
 from text.reading import (
+    SAMPLE_NOTICE,
     ParallelText,
     absolute_path,
     default_path,
     find_text,
-    sample_notice,
+    is_sample,
     short,
 )
-from text.rows import Rows, TokenWriter, add_token, flatten, places_of, starts_of
+from text.rows import SIDES, Rows, TokenizedPairs, TokenWriter, add_token, flatten, places_of
+from text.selection import (
+    MIN_VALIDATION_ROWS,
+    evenly_spaced,
+    like_validation,
+    without_short_targets,
+)
 from text.subwords import encode, load_tokenizer, special_ids, tokenizer_key, train_tokenizer
 
 FORMAT = 4  # of the cache; raise it when the same data and settings give other pairs or ids
 TOKENIZER_LINES = 200_000  # sentences a tokenizer is trained on; more of them change little
 LINES_AT_ONCE = 40_000  # lines (two for each pair) in memory while tokenising
 VALIDATION_ROWS = 4000  # at most, for validation while training; evaluate.py scores all rows
-# The two sides of a pair: the keys of every dict with an entry for each side.
-SIDES = ("source", "target")
+UNKNOWN = 0.01  # the largest share of unknown tokens
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """What token ids depend on besides the text: flags of train.py, and part of the cache key."""
+
+    source_vocab: int = 0  # tokens; 0: automatic
+    target_vocab: int = 0
+    tokenizer: str = ""  # a pretrained one for both sides, a folder or a name; "": train two
+    max_length: int = 512  # tokens; a pair with as many on a side is left out
+
+    @classmethod
+    def of(cls, config) -> "TextSettings":
+        """Those of the settings of train.py that have these names."""
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+    def for_pairs(self, pairs: int) -> "TextSettings":
+        """The same with automatic vocabulary sizes filled in, for this number of training pairs.
+
+        A fifth of the pairs, so that each token is seen often enough to be learned; at least 1,000
+        and at most 16,000.
+        """
+        automatic = min(16000, max(1000, pairs // 5))
+        return replace(
+            self,
+            source_vocab=self.source_vocab or automatic,
+            target_vocab=self.target_vocab or automatic,
+        )
 
 
 # ------------------------------------------------------------------------ load, clean, tokenise
 
 
-def clean_and_tokenise(
-    text: ParallelText,
-    folder: Path,
-    source_vocab: int,
-    target_vocab: int,
-    tokenizer: str,
-    max_length: int,
-    log: Callable,
+def _clean_and_tokenise(
+    text: ParallelText, folder: Path, settings: TextSettings, log: Callable
 ) -> None:
     """Write tokenizers, token ids and a summary of `text` to `folder`.
 
     `prepare` calls it once for the same data and settings.
     """
     tokenizers = {}
-    if tokenizer:
+    if settings.tokenizer:
         # One for both sides. It is loaded first, so that a wrong name fails before the cleaning.
-        tokenizers = dict.fromkeys(SIDES, load_tokenizer(tokenizer))
+        tokenizers = dict.fromkeys(SIDES, load_tokenizer(settings.tokenizer))
 
     # -------- load: all rows of validation and test, raw
-    held_out = load_held_out(text)
+    held_out = _load_held_out(text, log)
 
     # -------- clean: this also drops training pairs that share a side with a held-out row
     counts: Counter[str] = Counter()  # rows read, rows kept, rows dropped for each of `REASONS`
     clean_file = folder / "clean.txt"
-    pairs = clean_pairs(text, held_out, max_length, counts)
+    pairs = clean_pairs(text, held_out, settings.max_length, counts)
     with clean_file.open("w", encoding="utf-8") as file:
         # The source on one line, the target on the next: clean text has no line breaks.
         for source, target in progress_bar(pairs, desc="cleaning", unit=" pairs"):
             file.write(f"{source}\n{target}\n")
             counts["kept"] += 1
-    require_pairs(text, counts)
+    _require_pairs(text, counts)
 
     # -------- tokenise
     if not tokenizers:
-        vocabularies = {
-            "source": vocabulary_size(source_vocab, counts["kept"]),
-            "target": vocabulary_size(target_vocab, counts["kept"]),
-        }
-        tokenizers = train_tokenizers(clean_file, counts["kept"], vocabularies, log)
+        tokenizers = _train_tokenizers(clean_file, counts["kept"], settings, log)
     for side in SIDES:
         tokenizers[side].save_pretrained(folder / "tokenizer" / side)
-    unknown = tokenise_train(clean_file, folder / "train", tokenizers, max_length, counts)
+    train = folder / "train"
+    unknown = _tokenise_train(clean_file, train, tokenizers, settings.max_length, counts)
     clean_file.unlink()
-    require_pairs(text, counts)  # again: tokenising drops pairs that are too long in tokens
-    if unknown > 0.01:
+    _require_pairs(text, counts)  # again: tokenising drops pairs that are too long in tokens
+    if unknown > UNKNOWN:
         raise UserError(
-            f"tokenizer {tokenizer} does not know {unknown:.1%} of the tokens of {text.path}; "
-            f"choose one made for {text.source} and {text.target}, or leave --tokenizer out"
+            f"tokenizer {settings.tokenizer} does not know {unknown:.1%} of the tokens of "
+            f"{text.path}; choose one made for {text.source} and {text.target}, or leave "
+            "--tokenizer out"
         )
     rows = evenly_spaced(held_out["validation"], VALIDATION_ROWS)
     if not rows:
@@ -127,7 +150,7 @@ def clean_and_tokenise(
             f"{text.path}: {counts['kept']:,} pairs are too few to cut 1 % off for validation; "
             "add pairs, or a validation file"
         )
-    tokenise_validation(rows, folder, tokenizers, max_length, log)
+    _tokenise_validation(rows, folder, tokenizers, settings.max_length, log)
 
     log(describe_counts(counts))
     log(
@@ -137,28 +160,40 @@ def clean_and_tokenise(
     summary = {
         "counts": counts,
         "path": text.path,
-        "fingerprint": text.fingerprint(),  # by which `was_trained_on` knows the data again
+        "fingerprint": text.fingerprint(),  # by which evaluate.py knows the data again
+        "is_sample": is_sample(text),
         "unknown": unknown,
     }
     content = json.dumps(summary, ensure_ascii=False, indent=1)
     (folder / "summary.json").write_text(content, encoding="utf-8")
 
 
-def load_held_out(text: ParallelText) -> dict[str, list[tuple[str, str]]]:
+def _load_held_out(text: ParallelText, log: Callable) -> dict[str, list[tuple[str, str]]]:
     """The raw rows of validation and test; those of `missing_splits` are cut from train.
 
-    Raises `UserError` if the validation files have no rows.
+    Raises `UserError` for a file that has no rows, or none with a text on both sides. This includes
+    test, which is scored only hours later.
     """
     held_out = held_out_rows(text)
-    if "validation" in text.files and not held_out["validation"]:
-        raise UserError(
-            f"{text.path}: the validation split has no rows; add rows, or remove the file: "
-            "then it is cut from train"
-        )
+    for split, rows in held_out.items():
+        if split not in text.files:
+            continue
+        if not rows:
+            raise UserError(
+                f"{text.path}: the {split} split has no rows; add rows, or remove the file: "
+                "then another split takes its place"
+            )
+        empty = sum(not (normalise(source) and normalise(target)) for source, target in rows)
+        if empty == len(rows):
+            raise UserError(
+                f"{text.path}: every row of the {split} split has an empty side; add the texts"
+            )
+        if empty:
+            log(f"data: {empty:,} of {len(rows):,} rows of {split} have an empty side")
     return held_out
 
 
-def require_pairs(text: ParallelText, counts: Counter) -> None:
+def _require_pairs(text: ParallelText, counts: Counter) -> None:
     """Raise `UserError` if fewer than two training pairs are left."""
     if counts["kept"] < 2:
         raise UserError(
@@ -167,27 +202,9 @@ def require_pairs(text: ParallelText, counts: Counter) -> None:
         )
 
 
-def vocabulary_size(asked: int, pairs: int) -> int:
-    """The number of tokens of a vocabulary: `asked`, or automatic if that is 0.
-
-    Automatic is a fifth of the pairs, so that each token is seen often enough to be learned; at
-    least 1,000 and at most 16,000.
-    """
-    if asked:
-        return asked
-    return min(16000, max(1000, pairs // 5))
-
-
-def evenly_spaced(rows: list, count: int) -> list:
-    """At most `count` rows at equal distances, because a file may hold several corpora in turn."""
-    count = min(count, len(rows))
-    return [rows[index * len(rows) // count] for index in range(count)]
-
-
-def train_tokenizers(
-    clean_file: Path, pairs: int, vocabularies: dict[str, int], log: Callable
-) -> dict:
+def _train_tokenizers(clean_file: Path, pairs: int, settings: TextSettings, log: Callable) -> dict:
     """A tokenizer for each side, trained on at most TOKENIZER_LINES evenly spaced sentences."""
+    sizes = settings.for_pairs(pairs)
     step = math.ceil(pairs / TOKENIZER_LINES)  # one pair in this many is read
     count = math.ceil(pairs / step)
     tokenizers = {}
@@ -197,11 +214,11 @@ def train_tokenizers(
             # A pair has two lines, so the next pair that is read begins 2 * step lines later.
             lines = islice(file, first_line, None, 2 * step)
             sentences = (line.rstrip("\n") for line in lines)
-            tokenizers[side] = train_tokenizer(sentences, vocabularies[side])
+            tokenizers[side] = train_tokenizer(sentences, getattr(sizes, f"{side}_vocab"))
     return tokenizers
 
 
-def tokenise_train(
+def _tokenise_train(
     clean_file: Path, folder: Path, tokenizers: dict, max_length: int, counts: Counter
 ) -> float:
     """Write the ids of the clean pairs, except those that `worth_keeping` rejects.
@@ -238,25 +255,7 @@ def tokenise_train(
     return unknown / max(total, 1)
 
 
-def worth_keeping(
-    source: np.ndarray, target: np.ndarray, max_length: int, counts: Counter
-) -> np.ndarray:
-    """Which pairs of these lengths, in tokens, to keep: (pairs,) bool.
-
-    Adds to `counts` how many are kept, and how many are dropped for each reason.
-    """
-    # All arrays are (pairs,).
-    too_long = np.maximum(source, target) >= max_length  # bos or eos needs one position
-    lopsided = absurd_ratio(source, target)
-    empty = np.minimum(source, target) == 0
-    # The first reason that holds, else "kept".
-    reasons = ["too long", "length ratio", "empty"]
-    result = np.select([too_long, lopsided, empty], reasons, "kept")
-    counts.update(result.tolist())
-    return result == "kept"
-
-
-def tokenise_validation(
+def _tokenise_validation(
     rows: list[tuple[str, str]],
     folder: Path,
     tokenizers: dict,
@@ -279,72 +278,6 @@ def tokenise_validation(
     with (folder / "validation.jsonl").open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
-
-
-# ------------------------------------------------------------------------ Dataset
-
-
-class TokenizedPairs(Dataset):
-    """Pairs as token ids without begin and end: `pairs[i]` is (source ids, target ids).
-
-    For each side, the folder holds the ids of all sentences in one array, and their lengths. The
-    ids stay on disk, mapped into memory. Memory holds 12 bytes for each sentence: its length (4)
-    and its place (8), and 8 for the number of each pair if some are left out. So 26 million pairs
-    fit into memory.
-    """
-
-    def __init__(self, folder: Path, stored: np.ndarray | slice = slice(None)):
-        # The sentences [5, 6], [8] and [7, 9] are stored as
-        #     ids      5 6 8 7 9
-        #     lengths  2 1 2
-        # and begin at the places 0, 2 and 3 of ids.
-        self.folder = folder
-        self.stored = stored  # indices of the stored pairs that belong to this Dataset
-        self.lengths = {}  # side -> (pairs,) tokens of each sentence
-        self._starts = {}  # side -> (pairs,) place of its first token in ids
-        self._ids = {}  # side -> (tokens,) of all stored sentences
-        for side in SIDES:
-            lengths = np.load(folder / f"{side}.lengths.npy")
-            self.lengths[side] = lengths[stored]
-            self._starts[side] = starts_of(lengths)[stored]
-            ids = np.load(folder / f"{side}.ids.npy", mmap_mode="r")
-            # A plain array over the map: slicing an np.memmap object costs ten times as much.
-            self._ids[side] = np.asarray(ids)
-            if len(ids) != lengths.sum():
-                raise ValueError(f"{side}.ids.npy and {side}.lengths.npy do not fit together")
-
-    def __len__(self) -> int:
-        return len(self.lengths["source"])
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        source, target = self.take(np.array([index]))
-        return source.ids, target.ids
-
-    def take(self, indices: np.ndarray) -> tuple[Rows, Rows]:
-        """Both sides of these pairs."""
-        return self._gather("source", indices), self._gather("target", indices)
-
-    __getitems__ = take  # the name by which the DataLoader asks for a whole batch
-
-    def chunks(self, size: int = 20_000) -> Iterator[tuple[Rows, Rows]]:
-        """Both sides of all pairs, `size` pairs at a time: all ids might not fit into memory."""
-        for first in range(0, len(self), size):
-            end = min(first + size, len(self))
-            yield self.take(np.arange(first, end))
-
-    def subset(self, indices: np.ndarray) -> "TokenizedPairs":
-        """A Dataset of these pairs alone; the indices are those of this Dataset."""
-        all_stored = np.arange(len(np.load(self.folder / "source.lengths.npy", mmap_mode="r")))
-        return TokenizedPairs(self.folder, all_stored[self.stored][indices])
-
-    def _gather(self, side: str, indices: np.ndarray) -> Rows:
-        lengths = self.lengths[side][indices].astype(np.int64)
-        places = places_of(lengths, self._starts[side][indices])
-        return Rows(self._ids[side][places], lengths)
-
-    def __reduce__(self):
-        # For pickle: a worker process gets the folder's name and maps the files itself.
-        return TokenizedPairs, (self.folder, self.stored)
 
 
 # ------------------------------------------------------------------------ the cache: tokenise once
@@ -416,14 +349,15 @@ def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str
     if not data:
         data = default_path()
         log(f"data: no --data given, using {data}")
-    if notice := sample_notice(data):
-        log(f"data: {notice}")
-    if config.tokenizer and max(config.source_vocab, config.target_vocab) > 0:
-        log("note: --source_vocab and --target_vocab have no effect with --tokenizer")
     data = absolute_path(data)
-    tokenizer = absolute_path(config.tokenizer)
+    settings = TextSettings.of(config)
+    settings = replace(settings, tokenizer=absolute_path(settings.tokenizer))
+    if settings.tokenizer and max(settings.source_vocab, settings.target_vocab) > 0:
+        log("note: --source_vocab and --target_vocab have no effect with --tokenizer")
 
     text = find_text(data, config.source, config.target, log)
+    if is_sample(text):
+        log(f"data: {SAMPLE_NOTICE}")
     for split, files in text.files.items():
         names = short(", ".join(file.name for file in files))
         log(f"data: {split} is {names}")
@@ -431,37 +365,21 @@ def find_and_prepare(config, cache: Path, log: Callable) -> tuple[Path, str, str
         log(f"data: no {split} split; 1 % of the pairs are cut from train, by a hash of the pair")
     if split_to_score(text) == "validation":
         log("data: no test split; evaluate.py scores validation, and train keeps its rows")
-    prepared = prepare(
-        text,
-        cache,
-        source_vocab=config.source_vocab,
-        target_vocab=config.target_vocab,
-        tokenizer=tokenizer,
-        max_length=config.max_length,
-        log=log,
-    )
-    return prepared.folder, data, tokenizer
+    prepared = prepare(text, cache, settings, log)
+    return prepared.folder, data, settings.tokenizer
 
 
 def prepare(
-    text: ParallelText,
-    cache: Path,
-    *,
-    source_vocab: int = 0,
-    target_vocab: int = 0,
-    tokenizer: str = "",
-    max_length: int = 512,
-    log: Callable = print,
+    text: ParallelText, cache: Path, settings: TextSettings, log: Callable = print
 ) -> Prepared:
     """Clean and tokenise `text`, or read the result of an earlier call from `cache`.
 
     The cache key is a hash of the files' content and of every setting that changes the ids.
     Raises `UserError` if no pair is left or the cache cannot be written.
     """
-    settings = (source_vocab, target_vocab, tokenizer, max_length)
-    folder = cache / cache_key(text, *settings)
+    folder = cache / _cache_key(text, settings)
     try:
-        prepared = load_if_intact(folder)
+        prepared = _load_if_intact(folder)
         if prepared:
             log(
                 f"data: {text.path} ({text.form}), tokenised earlier in {folder}; delete it if you "
@@ -471,7 +389,7 @@ def prepare(
             return prepared
         with lock_folder(folder, log):
             # Another process may have made it while we waited for the lock.
-            if not load_if_intact(folder):
+            if not _load_if_intact(folder):
                 if folder.exists():
                     log(f"data: {folder} is damaged and made again")
                     shutil.rmtree(folder)
@@ -479,7 +397,7 @@ def prepare(
                 log(f"data: {text.path} ({text.form}), {languages}; tokenising into {folder}")
                 # A temporary folder, which is renamed to `folder` when it is complete.
                 with new_folder(folder) as unfinished:
-                    clean_and_tokenise(text, unfinished, *settings, log)
+                    _clean_and_tokenise(text, unfinished, settings, log)
     except PermissionError as error:
         # The cache may belong to another user.
         raise UserError(
@@ -488,7 +406,7 @@ def prepare(
     return load_prepared(folder)
 
 
-def load_if_intact(folder: Path) -> Prepared | None:
+def _load_if_intact(folder: Path) -> Prepared | None:
     """`load_prepared`, or None if there is no folder, or a damaged one."""
     try:
         return load_prepared(folder)
@@ -515,29 +433,17 @@ def load_prepared(folder: Path) -> Prepared:
     )
 
 
-def cache_key(
-    text: ParallelText, source_vocab: int, target_vocab: int, tokenizer: str, max_length: int
-) -> str:
+def _cache_key(text: ParallelText, settings: TextSettings) -> str:
     """A hash of everything that the token ids depend on: 16 hexadecimal digits."""
-    settings = {
+    facts = asdict(settings) | {
         "format": FORMAT,
+        "form": text.form,
+        "columns": [text.source, text.target],
         "data": text.fingerprint(),
-        "source_vocab": source_vocab,
-        "target_vocab": target_vocab,
-        "tokenizer": tokenizer_key(tokenizer),
-        "max_length": max_length,
+        "tokenizer": tokenizer_key(settings.tokenizer),
     }
-    content = json.dumps(settings, sort_keys=True).encode()
+    content = json.dumps(facts, sort_keys=True).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
-
-
-def was_trained_on(run: Path, text: ParallelText) -> bool:
-    """Whether the run used exactly these files, wherever they are now."""
-    try:
-        description = json.loads((run / "data.json").read_text(encoding="utf-8"))
-        return description["fingerprint"] == text.fingerprint()
-    except (OSError, ValueError, KeyError):  # handed on without it, or of an earlier version
-        return False
 
 
 # ------------------------------------------------------------------------ batches
@@ -587,7 +493,7 @@ class BucketSampler(Sampler[np.ndarray]):
         # up to bounds[i + 1]. An epoch takes the steps in random order. The bounds depend on the
         # lengths alone, so they are the same in every epoch.
         widths = np.maximum(self.source, self.target)
-        self.bounds = cut_batches(np.sort(widths), tokens_per_batch, self.micro_batches)
+        self.bounds = _cut_batches(np.sort(widths), tokens_per_batch, self.micro_batches)
         self.step = 0  # optimizer steps that were iterated over; set it to continue from there
         # Both __iter__ and target_tokens read the plan of an epoch: the second finds it here.
         self._plan = lru_cache(maxsize=1)(self._draw_plan)
@@ -612,7 +518,7 @@ class BucketSampler(Sampler[np.ndarray]):
         # between epochs.
         pairs = np.arange(len(self.source), dtype=np.int32)
         pairs = random.permutation(pairs)
-        by_length = order_by_length(self.source[pairs], self.target[pairs])
+        by_length = _order_by_length(self.source[pairs], self.target[pairs])
         return pairs[by_length], random.permutation(self.steps_per_epoch)
 
     def _steps_after(self, step: int) -> Iterator[np.ndarray]:
@@ -643,7 +549,7 @@ class BucketSampler(Sampler[np.ndarray]):
         One for the layers, one for the logits and one for the attention matrices. If these fit in
         memory, all steps do.
         """
-        order = order_by_length(self.source, self.target)
+        order = _order_by_length(self.source, self.target)
         steps = np.split(order, self.bounds[1:-1])
         loads = []  # (steps, 3), each in its own unit
         for pairs in steps:
@@ -659,7 +565,7 @@ class BucketSampler(Sampler[np.ndarray]):
         return [steps[index][::-1] for index in heaviest]
 
 
-def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+def _order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
     """Indices, (pairs,), that sort the pairs so that neighbours are similar in both lengths.
 
     By the longer side first; then by how much the source is longer, rising and falling in turn. So
@@ -673,13 +579,13 @@ def order_by_length(source: np.ndarray, target: np.ndarray) -> np.ndarray:
     return np.lexsort((zigzag, longer))  # the last key counts first
 
 
-def cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]:
+def _cut_batches(widths: np.ndarray, budget: int, smallest: int = 1) -> list[int]:
     """Cut sentence widths, (pairs,) and ascending, into batches with pairs · widest <= budget.
 
     Returns the bounds, one more than there are batches. No batch has fewer than `smallest` pairs,
     whatever the budget.
 
-    >>> cut_batches(np.array([2, 2, 3, 5]), budget=6)  # the batches 2 2, 3 and 5
+    >>> _cut_batches(np.array([2, 2, 3, 5]), budget=6)  # the batches 2 2, 3 and 5
     [0, 2, 3, 4]
     """
     bounds = [0]
@@ -828,11 +734,11 @@ def batches_of(
     on_host = iter(loader)
     batches = (batch.to(device) for batch in on_host)
     if device.type == "cuda":
-        return one_ahead(batches, device)
+        return _one_ahead(batches, device)
     return batches
 
 
-def one_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch]:
+def _one_ahead(batches: Iterator[Batch], device: torch.device) -> Generator[Batch]:
     """The batches; a thread prepares the next one while the GPU works on the last."""
     # One thread, because the DataLoader's iterator is not thread-safe.
     # Without set_device the thread would use GPU 0 on every rank.

@@ -1,16 +1,17 @@
 """Score a trained model: translate a split greedily and print the BLEU card.
 
 python evaluate.py                                       # the newest run, its own data
-python evaluate.py --ckpt runs/NAME --beam 4             # a run, a checkpoint or a weights file
-python evaluate.py --ckpt runs/NAME --average 5          # the mean of the last five checkpoints
-torchrun --nproc_per_node 2 evaluate.py --ckpt runs/NAME # each process translates a part
+python evaluate.py runs/NAME --beam 4                    # a run, a checkpoint or a weights file
+python evaluate.py runs/NAME --average 5                 # the mean of the last five checkpoints
+torchrun --nproc_per_node 2 evaluate.py runs/NAME        # each process translates a part
+python evaluate.py --quiet                               # the score alone; --json: all figures
 
 The model reads a source sentence and nothing else, and writes its own translation token by token.
 The references are the raw text of the data set. Both facts make the score a BLEU; see
 docs/evaluation.md on the number that the handout's `evaluate()` would give.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from engine.config import checked, flag, parse_flags
 from engine.errors import UserError, run_script
@@ -43,7 +44,17 @@ class Config:
         "auto", "number format (auto|fp32|bf16|fp16|int8); int8: faster on a CPU", "How"
     )
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "How")
-    out: str = flag("", "file for the translations, one per line", "How")
+
+    out: str = flag("", "file for the translations, one per line", "Output")
+    quiet: bool = flag(False, "print the score alone", "Output")
+    json: bool = flag(False, "print the figures as JSON, and all else on stderr", "Output")
+
+    def __post_init__(self):
+        # A --beam below 1 has an error of its own.
+        if self.length_penalty != 1 and self.beam == 1:
+            raise UserError("--length_penalty needs --beam 2 or larger")
+        if self.quiet and self.json:
+            raise UserError("--quiet and --json exclude each other; give one of them")
 
 
 # Before the heavy imports, so that --help and a wrong flag answer at once.
@@ -53,14 +64,17 @@ if __name__ == "__main__":
 import errno
 import json
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
 import torch
 
-from data import collate_for, was_trained_on
+from data import collate_for
 from decoding import Translations, translate_lines
 from engine import checkpoint, distributed
 from engine.distributed import World
@@ -68,9 +82,16 @@ from engine.files import atomic_write
 from engine.precision import Precision
 from engine.telemetry import progress_bar
 from loading import Trained, choose_checkpoint, load_for_decoding
-from text.bleu import bleu_card
+from text.bleu import bleu_card, card_lines, labelled, note
 from text.cleaning import held_out_rows, missing_splits, normalise, split_to_score
-from text.reading import find_text, fingerprint_of, sample_notice
+from text.reading import (
+    SAMPLE_NOTICE,
+    ParallelText,
+    find_text,
+    fingerprint_of,
+    hash_of_files,
+    is_sample,
+)
 from text.subwords import encode
 
 
@@ -80,7 +101,7 @@ def evaluate(config: Config) -> None:
     Raises `UserError` for a model, data or places that cannot be used.
     """
     world = distributed.init(checked(config).device)
-    log = print if world.is_main else lambda line: None
+    log = log_of(config, world)
     trained, precision, begin = load_for_decoding(config, config.average, world, log)
     scored = world.on_main(lambda: choose_rows(config, trained))
     log(f"{trained.name}: {scored.data}, split {scored.split}, {len(scored.rows):,} rows")
@@ -112,6 +133,10 @@ def evaluate(config: Config) -> None:
         if config.out:
             Path(config.out).write_text(as_lines(translations.texts), encoding="utf-8")
             log(f"translations written to {config.out}, one per line")
+        if config.quiet:
+            print(f"{figures['nltk']:.2f}")
+        if config.json:
+            print(json.dumps(figures, indent=2))
 
     if config.teacher_forced:
         match = teacher_forced_match(trained, scored, world, precision)
@@ -119,7 +144,15 @@ def evaluate(config: Config) -> None:
             f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: "
             "at every position the model sees the reference before it"
         )
+    log(f"next: python report.py {shlex.quote(str(trained.run))}")
     world.stop()
+
+
+def log_of(config: Config, world: World) -> Callable[[str], None]:
+    """A function that prints a line, unless only the score, or only figures, belong on stdout."""
+    if config.quiet or not world.is_main:
+        return lambda line: None
+    return partial(print, file=sys.stderr) if config.json else print
 
 
 # ---------------------------------------------------------------- which rows are scored
@@ -134,6 +167,7 @@ class Scored:
     split: str  # "test", "validation", "train", or "all": data without test and validation
     note: str  # for the first line of the card, or ""
     is_run_data: bool  # whether the run was trained on these data
+    is_sample: bool  # whether these are the bundled sample
     rows: list[tuple[str, str]]  # raw (source, reference)
 
     def sources(self) -> list[str]:
@@ -167,11 +201,10 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
     text = find_text(path, columns[0], columns[1])
     split = config.split or split_to_score(text)  # the rule; train.py uses the same function
 
-    # The data of the run: in the same place, or moved and with the same content.
+    # The data of the run: in the same place, or a copy anywhere.
+    learned = fingerprint_of_training(trained.run)
     same_path = os.path.realpath(path) == os.path.realpath(trained.config["data"])
-    is_run_data = same_path and columns == run_columns
-    if not is_run_data:
-        is_run_data = was_trained_on(trained.run, text)
+    is_run_data = columns == run_columns and (same_path or text.fingerprint() == learned)
 
     notes = []
     if columns == run_columns[::-1]:
@@ -184,7 +217,7 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
         rows = held_out_rows(text)[split]
         notes.append(f"cut from train: the data have no {split} split")
         # If the data had a test split before, nothing was cut, and these rows were learned.
-        if not was_trained_on(trained.run, text):
+        if text.fingerprint() != learned:
             notes.append("the data have changed: the model may have learned these rows")
     elif is_run_data or config.split:
         splits = ", ".join(text.files)
@@ -193,16 +226,38 @@ def choose_rows(config: Config, trained: Trained) -> Scored:
         split = "all"
         rows = chain.from_iterable(text.pairs(name) for name in text.files)
         notes.append("the data have neither a test nor a validation split")
+
+    roles = {split} if is_run_data else roles_in_training(text, split, learned)
     # The best of many checkpoints scores a little better on these rows than on new ones.
-    if is_run_data and split == "validation" and is_best(trained, config.average):
+    if "validation" in roles and is_best(trained, config.average):
         notes.append("it also chose the checkpoint")
-    if is_run_data and split == "train":
+    if "train" in roles:
         notes.append("the model has learned these rows")
 
     rows = list(islice(rows, config.limit or None))
     if not rows:
         raise UserError(f"{path} has no rows in its {split} split; choose another --split")
-    return Scored(path, columns, split, "; ".join(notes), is_run_data, rows)
+    if not any(normalise(reference) for _, reference in rows):
+        raise UserError(f"{path}: all {len(rows):,} references are empty; add them")
+    return Scored(path, columns, split, "; ".join(notes), is_run_data, is_sample(text), rows)
+
+
+def fingerprint_of_training(run: Path) -> dict[str, str]:
+    """That of the data that the run was trained on; {} if it is not known."""
+    try:
+        return json.loads((run / "data.json").read_text(encoding="utf-8"))["fingerprint"]
+    except (OSError, ValueError, KeyError):  # handed on without it
+        return {}
+
+
+def roles_in_training(text: ParallelText, split: str, learned: dict[str, str]) -> set[str]:
+    """The splits of the training data that the scored files are a copy of.
+
+    Data of other splits, or of a single file, may hold one of them under another name.
+    """
+    scored = text.files if split == "all" else [split]
+    contents = [hash_of_files(text.files[name]) for name in scored]
+    return {role for role, content in learned.items() if content in contents}
 
 
 def is_best(trained: Trained, average: int) -> bool:
@@ -240,21 +295,26 @@ def print_card(
         decoding += ", int8"
 
     # The first line says what was scored: without it no number means anything.
-    note = f" ({scored.note})" if scored.note else ""
-    log(f"\nsplit      {scored.split}{note}")
-    if notice := sample_notice(scored.data):
-        log(f"data       {notice}")
-    for line in card.lines():
-        log(line)
-    log(f"scored     {scored.data}, split {scored.split}, {len(scored.rows):,} rows")
-    log(
-        f"decoding   {decoding}; {len(scored.rows) / seconds:,.1f} sentences/s, "
+    about = f" ({scored.note})" if scored.note else ""
+    lines = labelled("split", scored.split + about)
+    if scored.is_sample:
+        lines += labelled("data", SAMPLE_NOTICE)
+    lines += card_lines(card)
+    lines += labelled("scored", f"{scored.data}, split {scored.split}, {len(scored.rows):,} rows")
+    lines += labelled(
+        "decoding",
+        f"{decoding}; {len(scored.rows) / seconds:,.1f} sentences/s, "
         f"{translations.tokens / seconds:,.0f} tokens/s; "
-        f"{translations.capped} outputs reached the length limit without ending"
+        f"{translations.capped} outputs reached the length limit without ending",
     )
     if translations.cut:
         longest = trained.model.config.max_length - 1  # and an end token
-        log(f"note: {translations.cut} sources were cut to the model's limit of {longest} tokens")
+        lines += note(
+            f"{translations.cut} sources were cut to the model's limit of {longest} tokens"
+        )
+    log("")
+    for line in lines:
+        log(line)
     for (source, reference), text in zip(scored.rows[:3], translations.texts):
         log(f"\n  source       {normalise(source)}")
         log(f"  translation  {text}")
@@ -266,6 +326,7 @@ def print_card(
         "columns": scored.columns,
         "split": scored.split,
         "note": scored.note,
+        "is_sample": scored.is_sample,
         "rows": fingerprint_of(scored.rows),  # scores can be compared if it is the same
         "checkpoint": trained.name,
         "average": config.average,
@@ -273,7 +334,7 @@ def print_card(
         "seconds": seconds,
         "tokens": translations.tokens,
         "capped": translations.capped,
-        **asdict(card),
+        **card,
     }
 
 

@@ -19,8 +19,10 @@ from engine.run import Run
 from engine.tables import markdown_table, plain
 from model import Translator
 from text.bleu import corpus_bleu
+from text.selection import evenly_spaced
 
-BLEU_ROWS = 500  # of the validation split, translated each time; evaluate.py scores all rows
+# Of the validation split, evenly spaced, translated each time; evaluate.py scores all rows.
+BLEU_ROWS = 500
 SAMPLES = 3
 
 
@@ -62,7 +64,8 @@ class Validation:
         """
         model = unsharded(self.model)
         loss = self.loss(model, self.batches)
-        rows = self.prepared.validation_rows[:BLEU_ROWS]
+        # From all over the split: a file may hold several corpora in turn.
+        rows = evenly_spaced(self.prepared.validation_rows, BLEU_ROWS)
         translations = self.translate(model, rows)
         if translations is None:  # another rank than 0
             return loss, None
@@ -80,7 +83,8 @@ class Validation:
         self.draw_attention(step, model, rows[0][0], texts[0])
         self.run.log(
             f"step {step:>6,}  validation loss {loss:.4f}  perplexity {perplexity(loss):.1f}  "
-            f"BLEU {bleu:.2f} (greedy, {len(rows)} rows, smoothed)  e.g. {texts[0][:80]!r}"
+            f"BLEU {bleu:.2f} (greedy, smoothed, {len(rows)} of "
+            f"{len(self.prepared.validation_rows):,} rows, evenly spaced)  e.g. {texts[0][:80]!r}"
         )
         return loss, bleu
 

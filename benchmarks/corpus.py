@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measuring import ROOT
-from data import Prepared, load_prepared, prepare
+from data import Prepared, TextSettings, load_prepared, prepare
 from text.reading import absolute_path, default_path, find_text
 from validation import BLEU_ROWS
 
@@ -29,12 +29,8 @@ def prepare_corpus(data: str, vocabulary: int) -> Path:
     Little text gives smaller vocabularies; 0: as train.py chooses.
     """
     text = find_text(data_path(data))
-    return prepare(
-        text,
-        ROOT / "runs" / ".cache",
-        source_vocab=vocabulary,
-        target_vocab=vocabulary,
-    ).folder
+    settings = TextSettings(source_vocab=vocabulary, target_vocab=vocabulary)
+    return prepare(text, ROOT / "runs" / ".cache", settings).folder
 
 
 def load_corpus(folder: str | Path, pairs: int = 20000) -> Prepared:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import HANGS
 
-from data import Collate, one_ahead
+from data import Collate, _one_ahead
 from fast import build
 from model import ModelConfig, SummedLoss, Translator
 
@@ -67,7 +67,7 @@ def test_batches_come_in_order_from_the_thread(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     pulled = []
-    ahead = one_ahead(numbers(), torch.device("cuda", 0))
+    ahead = _one_ahead(numbers(), torch.device("cuda", 0))
     assert [next(ahead) for _ in range(5)] == list(range(5))
     ahead.close()  # the thread ends with it
     assert 5 <= len(pulled) <= 6

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 from collections import Counter
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,20 +23,16 @@ from data import (
     BucketSampler,
     Collate,
     Prepared,
-    TokenizedPairs,
-    TokenWriter,
-    cut_batches,
+    TextSettings,
+    _cut_batches,
     default_tokens_per_batch,
-    evenly_spaced,
     find_and_prepare,
-    flatten,
     prepare,
-    vocabulary_size,
-    worth_keeping,
 )
 from engine.errors import UserError
 from text.cleaning import held_out_rows
 from text.reading import find_text
+from text.rows import TokenizedPairs, TokenWriter, flatten
 from text.subwords import decode, encode
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
@@ -56,7 +53,7 @@ def toy(tmp_path) -> Path:
 
 def prepare_toy(toy: Path, cache: Path, log=quiet, **settings) -> Prepared:
     settings = {"source_vocab": 300, "target_vocab": 300} | settings
-    return prepare(find_text(str(toy)), cache, log=log, **settings)
+    return prepare(find_text(str(toy)), cache, TextSettings(**settings), log)
 
 
 def test_prepare(toy, tmp_path, monkeypatch):
@@ -74,11 +71,10 @@ def test_prepare(toy, tmp_path, monkeypatch):
         assert ids[1].tolist() == encode(prepared.target_tokenizer, [target])[0]
 
 
-def test_sizes_and_samples():
-    assert [vocabulary_size(0, pairs) for pairs in (380, 10_000, 10**6)] == [1000, 2000, 16000]
-    assert vocabulary_size(300, 10**6) == 300
-    assert evenly_spaced(list(range(20)), 8) == [0, 2, 5, 7, 10, 12, 15, 17]
-    assert evenly_spaced([1, 2], 8) == [1, 2]
+@pytest.mark.parametrize("pairs, size", [(380, 1000), (10_000, 2000), (10**6, 16000)])
+def test_automatic_sizes_of_the_vocabularies(pairs, size):
+    assert TextSettings().for_pairs(pairs) == TextSettings(size, size)
+    assert TextSettings(300, 0, max_length=9).for_pairs(pairs) == TextSettings(300, size, "", 9)
 
 
 def test_the_tokenizers_learn_from_pairs_from_all_over(toy, tmp_path, monkeypatch):
@@ -112,21 +108,28 @@ def test_overlong_and_lopsided_pairs_are_dropped_and_counted(tmp_path):
     assert any(f"58 rows read; {dropped}" in line for line in log)
 
 
-def test_the_longest_pair_that_is_kept():
-    """A sentence and its begin or end fill the model's positions exactly."""
-    counts = Counter()
-    source, target = np.array([15, 16, 15, 1]), np.array([15, 15, 16, 1])
-    assert worth_keeping(source, target, 16, counts).tolist() == [True, False, False, True]
-    assert counts == {"kept": 2, "too long": 2}
-
-
-@pytest.mark.parametrize("fault", ["tokenizer", "validation"])
-def test_what_is_wrong_from_the_start_fails_before_the_cleaning(toy, tmp_path, monkeypatch, fault):
-    settings, error = {}, "the validation split has no rows; add rows"
-    if fault == "tokenizer":
-        settings, error = {"tokenizer": str(tmp_path)}, "no tokenizer can be read"
+@pytest.mark.parametrize(
+    "split, content, error",
+    [
+        (None, "", "no tokenizer can be read"),
+        ("validation", "\n", "the validation split has no rows; add rows"),
+        ("test", "\n", "the test split has no rows; add rows"),
+        (
+            "validation",
+            '{"zh": "一", "en": ""}\n',
+            "every row of the validation split has an empty",
+        ),
+        ("test", '{"zh": " ", "en": "one"}\n', "every row of the test split has an empty side"),
+    ],
+)
+def test_what_is_wrong_from_the_start_fails_before_the_cleaning(
+    toy, tmp_path, monkeypatch, split, content, error
+):
+    settings = {}
+    if split:
+        (toy / f"{split}.jsonl").write_text(content, encoding="utf-8")
     else:
-        (toy / "validation.jsonl").write_text("\n")
+        settings = {"tokenizer": str(tmp_path)}
     monkeypatch.setattr(data, "clean_pairs", lambda *_: pytest.fail("cleaned"))
     with pytest.raises(UserError, match=error):
         prepare_toy(toy, tmp_path / "cache", **settings)
@@ -141,17 +144,19 @@ def test_the_cache_is_used_only_for_the_same_data_and_settings(toy, tmp_path, mo
     assert prepare_toy(toy, cache, log.append).folder == first.folder
     assert len(log) == 2 and "tokenised earlier" in log[0] and "rows read; dropped" in log[1]
     settings = [
-        (300, 300, "", 512),
-        (300, 301, "", 512),
-        (301, 300, "", 512),
-        (300, 300, "", 100),
-        (300, 300, str(first.folder / "tokenizer/source"), 512),
+        TextSettings(300, 300),
+        TextSettings(300, 301),
+        TextSettings(301, 300),
+        TextSettings(300, 300, max_length=100),
+        TextSettings(300, 300, tokenizer=str(first.folder / "tokenizer/source")),
     ]
-    keys = {data.cache_key(find_text(str(toy)), *values) for values in settings}
-    assert len(keys) == 5 and first.folder.name in keys
+    text = find_text(str(toy))
+    keys = {data._cache_key(text, each) for each in settings}
+    keys.add(data._cache_key(replace(text, source="en", target="zh"), settings[0]))
+    assert len(keys) == 6 and first.folder.name in keys
     with monkeypatch.context() as patch:  # the code has changed
         patch.setattr(data, "FORMAT", data.FORMAT + 1)
-        assert data.cache_key(find_text(str(toy)), *settings[0]) not in keys
+        assert data._cache_key(text, settings[0]) not in keys
     file = toy / "train.jsonl"
     file.write_text(file.read_text(encoding="utf-8").replace("one", "two", 1), encoding="utf-8")
     assert prepare_toy(toy, cache).folder != first.folder
@@ -216,13 +221,16 @@ def test_a_tokenizer_folder_serves_both_sides(toy, tmp_path, monkeypatch):
 
 
 def test_the_settings_reach_the_preparation(toy, tmp_path, monkeypatch):
-    seen = {}
-    monkeypatch.setattr(
-        data, "prepare", lambda *_, **named: seen.update(named) or SimpleNamespace(folder="")
-    )
+    seen = []
+
+    def note(text, cache, settings, log):
+        seen.append(settings)
+        return SimpleNamespace(folder="")
+
+    monkeypatch.setattr(data, "prepare", note)
     settings = dict(source_vocab=301, target_vocab=302, max_length=16)
     find_and_prepare(flags(data=str(toy), **settings), tmp_path, quiet)
-    assert {name: seen[name] for name in settings} == settings
+    assert asdict(seen[0]) == settings | {"tokenizer": ""}
 
 
 def test_a_tokenizer_is_known_by_its_content(toy, tmp_path):
@@ -231,7 +239,7 @@ def test_a_tokenizer_is_known_by_its_content(toy, tmp_path):
     text = find_text(str(toy))
 
     def key(name: str) -> str:
-        return data.cache_key(text, 0, 0, str(tmp_path / name), 512)
+        return data._cache_key(text, TextSettings(tokenizer=str(tmp_path / name)))
 
     before = key("mine")
     assert key("copy") == before
@@ -334,12 +342,6 @@ def test_pad_and_eos_may_be_one_id():
     assert batch.tgt_out.tolist() == [7, 2, 9, 10, 2] and batch.source_tokens == 5
 
 
-def test_a_side_without_tokens_is_counted():
-    counts = Counter()
-    kept = worth_keeping(np.array([0, 5, 3]), np.array([5, 0, 3]), 16, counts)
-    assert kept.tolist() == [False, False, True] and counts == {"empty": 2, "kept": 1}
-
-
 def test_validation_rows_are_cleaned_and_cut_for_the_loss(tmp_path):
     pairs = reversed_digits(60)
     pairs[:2] = [("一" * 30, "one"), ("二\u200b 三", "three two\x00")]
@@ -424,34 +426,6 @@ def test_data_of_the_shape_of_the_course(tmp_path):
     assert prepared.summary["counts"]["unlike validation"] == 100
     kept = [prepared.train[row][0] for row in range(len(prepared.train))]
     assert decode(prepared.source_tokenizer, kept) == [source for source, _ in sentences[:100]]
-
-
-# ------------------------------------------------------------------------ Dataset
-
-
-def test_token_store_round_trip(tmp_path):
-    pairs = [([5, 6], [7]), ([8], [9, 10, 11]), ([300, 3], [4])]
-    writer = TokenWriter(tmp_path / "store", {"source": range(400), "target": range(70000)})
-    writer.write("source", flatten([source for source, _ in pairs]))
-    writer.write("target", flatten([target for _, target in pairs[:2]]))
-    writer.write("target", flatten([pairs[2][1]]))
-    writer.close()
-    stored = TokenizedPairs(tmp_path / "store")
-    assert [tuple(ids.tolist() for ids in stored[row]) for row in range(len(stored))] == pairs
-    # As small as the vocabulary allows.
-    assert stored[0][0].dtype == np.uint16 and stored[0][1].dtype == np.int32
-    # As a DataLoader worker gets it.
-    assert pickle.loads(pickle.dumps(stored))[1][1].tolist() == [9, 10, 11]
-    assert all(isinstance(ids.base, np.memmap) for ids in stored._ids.values())  # not in memory
-    chunks = [chunk[0].ids.tolist() for chunk in stored.chunks(size=2)]
-    assert chunks == [[5, 6, 8], [300, 3]]
-
-
-def test_ids_beyond_the_vocabulary_do_not_wrap(tmp_path):
-    writer = TokenWriter(tmp_path / "store", {"source": range(60_000), "target": range(60_000)})
-    writer.write("source", flatten([[1, 59_999]]))
-    with pytest.raises(UserError, match="the target tokenizer gives the id 65537, but has 60000"):
-        writer.write("target", flatten([[65_537]]))
 
 
 # ------------------------------------------------------------------------ batches
@@ -548,7 +522,7 @@ def test_epochs_differ_and_seeds_differ():
 @given(st.integers(1, 60), st.integers(1, 50), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_cut_batches(pairs, budget, smallest, random):
     widths = np.sort([random.randint(1, 9) for _ in range(pairs)])
-    bounds = cut_batches(widths, budget, smallest)
+    bounds = _cut_batches(widths, budget, smallest)
     assert bounds[0] == 0 and bounds[-1] == len(widths) and bounds == sorted(set(bounds))
     sizes = np.diff(bounds)
     assert len(sizes) == 1 or sizes.min() >= smallest
@@ -607,18 +581,29 @@ def test_a_batch_is_pinned_whole(monkeypatch):
             assert copy.dtype == torch.double and torch.equal(copy, value.double())
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_tokenizer_that_does_not_know_the_language(tmp_path, known):
+@pytest.mark.parametrize("unknown", [0, 1, 20])
+def test_a_tokenizer_that_does_not_know_the_language(tmp_path, unknown):
+    """One unknown character is below 1 % of the tokens of 60 pairs, 20 are some 4 %."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     english = "zero one two three four five six seven eight nine".split()
-    vocabulary = [*special, *english, *("零一二三四五六七八九" if known else "")]
+    vocabulary = [*special, *english, *"零一二三四五六七八九"]
     bert = BertTokenizerFast(vocab={word: index for index, word in enumerate(vocabulary)})
     bert.save_pretrained(tmp_path / "bert")
-    splits = {"train": slice(50), "validation": slice(50, 60)}
-    folder = write_pairs(tmp_path / "d", reversed_digits(60), splits)
+    pairs = reversed_digits(70)
+    pairs[:unknown] = [("龘", target) for _, target in pairs[:unknown]]
+    folder = write_pairs(tmp_path / "d", pairs, {"train": slice(60), "validation": slice(60, None)})
     options = dict(tokenizer=str(tmp_path / "bert"), source_vocab=0, target_vocab=0)
-    if known:
-        assert prepare_toy(folder, tmp_path / "cache", **options).summary["unknown"] == 0
+    if unknown > 1:
+        with pytest.raises(UserError, match=r"does not know [3-5]\..% of the tokens"):
+            prepare_toy(folder, tmp_path / "cache", **options)
         return
-    with pytest.raises(UserError, match=r"does not know [45]...% of the tokens"):
-        prepare_toy(folder, tmp_path / "cache", **options)
+    summary = prepare_toy(folder, tmp_path / "cache", **options).summary
+    assert 0.001 * unknown <= summary["unknown"] < 0.01 and summary["is_sample"] is False
+
+
+def test_rows_with_an_empty_side_are_counted(toy, tmp_path):
+    with (toy / "validation.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"zh": "一", "en": "\u200b"}\n')
+    log = []
+    prepare_toy(toy, tmp_path / "cache", log.append)
+    assert "data: 1 of 11 rows of validation have an empty side" in log

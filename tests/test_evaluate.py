@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,8 @@ from evaluate import (
 )
 from loading import load_trained
 from model import Translator
-from text.bleu import corpus_bleu
+from text.bleu import FIGURES, corpus_bleu
+from text.reading import find_text, fingerprint_of
 from text.subwords import encode
 
 CPU = World(0, 1, torch.device("cpu"))
@@ -55,11 +57,15 @@ def read_score(run: Path, name: str) -> dict:
 
 
 def first_line_of_card(output: str) -> str:
-    """The line before the graded number, and before the notice of the sample."""
-    lines = [line for line in output.splitlines() if line.startswith("split  ")]
-    (bleu,) = (place for place, line in enumerate(output.splitlines()) if "(nltk corpus" in line)
-    assert len(lines) == 1 and output.splitlines().index(lines[0]) in (bleu - 1, bleu - 2)
-    return lines[0]
+    """What stands before the graded number: what was scored, perhaps in several lines."""
+    lines = output.splitlines()
+    (start,) = (place for place, line in enumerate(lines) if line.startswith("split  "))
+    (bleu,) = (place for place, line in enumerate(lines) if line.startswith("BLEU (nltk)"))
+    about = lines[start:bleu]
+    if about[-1].startswith("data  "):  # the notice of the sample
+        about.pop()
+    assert not any(line[:1].strip() for line in about[1:])
+    return " ".join(" ".join(about).split())
 
 
 # ---------------------------------------------------------------- the card
@@ -72,24 +78,32 @@ def test_the_card_is_the_score_of_the_written_hypotheses(toy_run, toy_data, eval
     """
     output = evaluate(toy_run, out="hypotheses.txt", teacher_forced=True)
     hypotheses = (toy_run / "hypotheses.txt").read_text(encoding="utf-8").splitlines()
+    lines = (toy_data / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
     card = read_score(toy_run / "runs/toy", "test-greedy")
     assert len(hypotheses) == 100 == card["sentences"]
+    assert card["rows"] == fingerprint_of([(row["zh"], row["en"]) for row in rows])
     assert card["nltk"] > 60  # it has learned to reverse
     assert (card["decoding"], card["precision"]) == ("greedy", "fp32")
-    lines = (toy_data / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    references = [json.loads(line)["en"] for line in lines]
+    references = [row["en"] for row in rows]
     assert card["nltk"] == pytest.approx(corpus_bleu(references, hypotheses), abs=0.005)
     saved = (toy_run / "runs/toy/eval/test-greedy.txt").read_text(encoding="utf-8")
     assert saved.splitlines() == hypotheses
     words = ["nltk corpus_bleu", "scale 0–100", "nrefs:1|case:mixed", "chrF2", "brevity"]
     words += ["95 % interval", "sentences/s", "tokens/s", "length limit"]
-    assert all(word in output for word in words)
+    assert all(word in " ".join(output.split()) for word in words)
+    card_only = output[output.index("\nsplit ") : output.index("  source  ")]
+    paths = [str(toy_data), str(toy_run)]  # are not broken
+    assert all(
+        len(line) <= 80 for line in card_only.splitlines() if not any(p in line for p in paths)
+    )
+    assert re.fullmatch(r"next: python report\.py \S*runs/toy", output.splitlines()[-1])
     assert output.count("  reference  ") == 3
 
     ranks = forked_ranks(2, "evaluate.py", "--out", "2.txt", "--teacher_forced", cwd=toy_run)
     assert (toy_run / "2.txt").read_bytes() == (toy_run / "hypotheses.txt").read_bytes()
     assert ranks.count("nltk corpus_bleu") == 1
-    assert ranks.splitlines()[-1] == output.splitlines()[-1]  # the teacher-forced number
+    assert ranks.splitlines()[-2:] == output.splitlines()[-2:]  # the teacher-forced number
 
 
 def test_the_teacher_forced_number_is_right_and_no_bleu(tiny_run, evaluate):
@@ -125,8 +139,8 @@ def card_of(scored: Scored, texts: list[str]) -> tuple[dict, str]:
     return figures, "\n".join(lines)
 
 
-def scored(rows: list[tuple[str, str]], data="data") -> Scored:
-    return Scored(str(data), ["zh", "en"], "test", "", True, rows)
+def scored(rows: list[tuple[str, str]], is_sample=False) -> Scored:
+    return Scored("data", ["zh", "en"], "test", "", True, is_sample, rows)
 
 
 def test_the_card_heeds_case_length_and_speed():
@@ -134,23 +148,56 @@ def test_the_card_heeds_case_length_and_speed():
     rows = [("一", "The Cat sat on the Mat in the Sun"), ("二", "He likes green Tea very much")]
     texts = ["The cat sat on the mat", "He likes green Tea"]
     card, printed = card_of(scored(rows), texts)
+    printed = " ".join(printed.split())
     assert "3 outputs reached the length limit" in printed and "n-gram precisions" in printed
     assert "4.0 sentences/s, 18 tokens/s" in printed
     assert card["nltk"] == pytest.approx(corpus_bleu([target for _, target in rows], texts))
     assert card["brevity_penalty"] < 1 and card["nltk"] < card["lowercase"] - 10
 
 
-@pytest.mark.parametrize("data, times", [(ROOT / "sample", 1), ("/opt/minidataset", 0)])
-def test_the_card_of_the_sample_says_so(data, times):
-    _, printed = card_of(scored([("一", "one")], data), ["one"])
-    assert printed.count("bundled sample, not WMT19: this score says only that") == times
+@pytest.mark.parametrize("is_sample", [True, False])
+def test_the_card_of_the_sample_says_so(is_sample):
+    figures, printed = card_of(scored([("一", "one")], is_sample), ["one"])
+    notice = "bundled sample, not WMT19: this score says only that"
+    assert (notice in " ".join(printed.split())) == figures["is_sample"] == is_sample
+
+
+def test_a_copy_of_the_sample_is_called_the_sample(run_of, tmp_path):
+    copy = shutil.copytree(ROOT / "sample", tmp_path / "my corpus")
+    trained = run_of("train test")
+    assert choose_rows(Config(data=str(copy), limit=1), trained).is_sample
+    assert not choose_rows(Config(), trained).is_sample
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_score_alone_and_the_figures_for_programs(toy_run, evaluate, capsys, quiet):
+    settings = dict(limit=20, quiet=quiet, json=not quiet)
+    output = evaluate(toy_run, **settings)
+    saved = read_score(toy_run / "runs/toy", "test-greedy-first20")
+    if quiet:
+        assert output == f"{saved['nltk']:.2f}\n"
+    else:
+        assert json.loads(output) == saved
+        assert [figure.name for figure in FIGURES if figure.name not in saved] == []
+
+
+@pytest.mark.parametrize(
+    "settings, error",
+    [
+        ({"length_penalty": 0.5}, "--length_penalty needs --beam 2 or larger"),
+        ({"quiet": True, "json": True}, "--quiet and --json exclude each other"),
+    ],
+)
+def test_flags_that_do_not_go_together(settings, error):
+    with pytest.raises(UserError, match=error):
+        Config(**settings)
 
 
 # ---------------------------------------------------------------- which rows
 
 
 @pytest.fixture
-def run_of(tmp_path, monkeypatch):
+def run_of(tmp_path):
     """A function: a run trained on data with these splits, as far as `choose_rows` looks at it."""
 
     def run_of(splits: str, checkpoint="best", unchanged=True) -> SimpleNamespace:
@@ -159,7 +206,11 @@ def run_of(tmp_path, monkeypatch):
         checkpoints = tmp_path / "run/checkpoints"
         for step in (1, 2):
             save(checkpoints, step, model_state={}, optimizer_state={}, state={}, best_step=1)
-        monkeypatch.setattr(script, "was_trained_on", lambda *_: unchanged)
+        fingerprint = find_text(str(tmp_path / "data")).fingerprint()
+        if not unchanged:
+            fingerprint["train"] = "of other data"
+        data = json.dumps({"fingerprint": fingerprint})
+        (tmp_path / "run/data.json").write_text(data, encoding="utf-8")
         return SimpleNamespace(
             config={"data": str(tmp_path / "data"), "source": "zh", "target": "en"},
             run=tmp_path / "run",
@@ -194,7 +245,7 @@ def test_the_rule_for_the_split_and_what_the_card_says(run_of, splits, asked, ca
     trained = run_of(splits)
     scored = choose_rows(Config(split=asked), trained)
     _, printed = card_of(scored, ["one"] * len(scored.rows))
-    assert first_line_of_card(printed) == f"split      {card}"
+    assert first_line_of_card(printed) == f"split {card}"
     split = card.split()[0]
     rows = {"train": PAIRS[:1400], "validation": PAIRS[1400:1450], "test": PAIRS[1450:]}
     if "cut from train" in card:
@@ -223,6 +274,52 @@ def test_the_best_checkpoint_is_known_where_the_disk_has_no_links(run_of):
     assert choose_rows(Config(split="validation"), trained).note == CHOSEN
 
 
+LEARNED_ROWS = "the model has learned these rows"
+NEITHER = "the data have neither a test nor a validation split"
+
+
+@pytest.mark.parametrize(
+    "rows, asked, note, is_run_data",
+    [
+        # A file of the run's data under another name; its content tells what it was used for.
+        ({"corpus": slice(1400)}, "", f"{NEITHER}; {LEARNED_ROWS}", False),
+        ({"newstest": slice(1400)}, "", f"{NEITHER}; {LEARNED_ROWS}", False),
+        ({"my-test": slice(1400)}, "", LEARNED_ROWS, False),
+        ({"news": slice(1400, 1450)}, "", f"{NEITHER}; {CHOSEN}", False),
+        # The whole, with other names.
+        (
+            {"a-train": slice(1400), "b-dev": slice(1400, 1450), "c-eval": slice(1450, 1500)},
+            "validation",
+            CHOSEN,
+            True,
+        ),
+        # Other rows; the checkpoint was not chosen by this validation split.
+        ({"train": slice(9), "validation": slice(9, 19)}, "validation", "", False),
+        ({"train": slice(9), "test": slice(9, 19)}, "train", "", False),
+    ],
+)
+def test_copies_are_known_by_their_content(run_of, tmp_path, rows, asked, note, is_run_data):
+    trained = run_of("train validation test")
+    other = write_pairs(tmp_path / "other", PAIRS, rows)
+    scored = choose_rows(Config(data=str(other), split=asked), trained)
+    assert (scored.note, scored.is_run_data) == (note, is_run_data)
+
+
+def test_a_renamed_copy_of_a_single_file_is_the_data_of_the_run(run_of, tmp_path):
+    """The rows that were cut from it are scored, and no row that was learned."""
+    trained = run_of("train")
+    other = write_pairs(tmp_path / "other", PAIRS, {"corpus": slice(1400)})
+    scored = choose_rows(Config(data=str(other / "corpus.jsonl")), trained)
+    assert scored.is_run_data and scored.note.startswith("cut from train")
+    assert scored.rows == choose_rows(Config(), trained).rows
+
+
+def test_references_that_are_all_empty(run_of, tmp_path):
+    other = write_pairs(tmp_path / "other", [("一", ""), ("二", " \u200b")])
+    with pytest.raises(UserError, match="other: all 2 references are empty; add them"):
+        choose_rows(Config(data=str(other)), run_of("train test"))
+
+
 def test_the_other_direction_is_noted(run_of):
     trained = run_of("train test")
     note = choose_rows(Config(source="en", target="zh"), trained).note
@@ -249,7 +346,7 @@ def test_data_without_splits_are_scored_on_the_part_that_was_cut_off(
     )
     assert "no validation split" in output and "no test split" in output
     first = first_line_of_card(evaluate(tmp_path))
-    assert first == "split      test (cut from train: the data have no test split)"
+    assert first == "split test (cut from train: the data have no test split)"
     trained = load_trained(tmp_path / "runs/r")
     scored = choose_rows(Config(), trained)
     counts = json.loads((tmp_path / "runs/r/data.json").read_text())["counts"]
@@ -273,8 +370,8 @@ def test_other_data_with_other_columns(tiny_run, tmp_path, evaluate):
     (tmp_path / "pairs.tsv").write_text(content, encoding="utf-8")
     columns = {"source": "Chinese", "target": "English"}
     output = evaluate(tmp_path, ckpt=tiny_run, data="pairs.tsv", **columns)
-    assert first_line_of_card(output).startswith("split      all (the data have neither a test nor")
-    assert "scored     pairs.tsv, split all, 9 rows" in output
+    assert first_line_of_card(output).startswith("split all (the data have neither a test nor")
+    assert "scored pairs.tsv, split all, 9 rows" in " ".join(output.split())
     (score,) = tiny_run.glob("eval/all-greedy-data-*.json")
     assert score.stem.endswith(json.loads(score.read_text())["rows"])
 
@@ -295,7 +392,9 @@ def test_every_row_gets_a_hypothesis_whatever_is_in_it(tiny_run, tmp_path, evalu
     lines = (tmp_path / "out.txt").read_text(encoding="utf-8").split("\n")
     assert len(lines) == len(rows) + 1 and lines[-1] == ""
     assert lines[1] == lines[3] == "" and lines[0] == lines[4] != ""
+    output = " ".join(output.split())
     assert "1 sources were cut to the model's limit of 31 tokens" in output
+    assert "note: 2 references are empty, and no translation matches these" in output
 
 
 # ---------------------------------------------------------------- where scores are written
@@ -324,7 +423,7 @@ def test_a_model_that_was_handed_on_without_its_checkpoints(tiny_run, tmp_path, 
     given = shutil.copytree(tiny_run, tmp_path / "given", ignore=left_out)
     shutil.copy(tiny_run / "checkpoints/best/model.safetensors", given)
     output = evaluate(tmp_path, ckpt="given/model.safetensors", split="validation", limit=2)
-    assert first_line_of_card(output) == "split      validation"
+    assert first_line_of_card(output) == "split validation"
     assert (given / "eval/validation-greedy-first2-given.json").exists()
 
 
@@ -478,12 +577,11 @@ def test_end_tokens_count_where_there_is_one(tiny_run, ends_at_once):
     assert found.tokens == (2 if ends_at_once else sum(limits))
 
 
-def test_another_column_of_the_same_data(tmp_path, monkeypatch):
+def test_another_column_of_the_same_data(tmp_path):
     columns = {"zh": "数", "en": "number", "fr": "nombre"}
     rows = [{name: f"{word} {n}" for name, word in columns.items()} for n in range(9)]
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(script, "was_trained_on", lambda *_: False)
     settings = {"data": str(tmp_path), "source": "zh", "target": "en"}
     trained = SimpleNamespace(config=settings, run=tmp_path)
     assert choose_rows(Config(), trained).is_run_data

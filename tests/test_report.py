@@ -21,7 +21,7 @@ from engine.errors import UserError
 from engine.meters import ProcessMeter
 from loading import load_trained
 from text.bleu import paired_bootstrap
-from text.reading import SAMPLE, fingerprint_of
+from text.reading import fingerprint_of
 from tools.reporting import figures, fonts, sections, written
 from tools.reporting.attention import END, group_characters, in_words, picture
 from tools.reporting.page import Page
@@ -207,7 +207,7 @@ def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
 def test_all_parts_that_the_handout_wants_are_there_in_chinese(run, without_drawing):
     gpu = "| 0  NVIDIA A100   97% |"
     (run / "nvidia-smi.txt").write_text(f"{gpu}\n")
-    change_json(run / f"{GREEDY}.json", data=str(SAMPLE))
+    change_json(run / f"{GREEDY}.json", is_sample=True)
     page = make(run, language="zh")
     reader = Reader(page)
     for heading in ("实验过程（简要）", "位置编码", "训练曲线", "评测结果", "参考资料与自己的理解"):

@@ -69,8 +69,8 @@ def test_bleu_takes_the_raw_references_and_their_case(checked, monkeypatch):
         assert abs(other - bleu) > 0.1
 
 
-def test_only_the_first_rows_are_translated(checked, monkeypatch):
-    asked = []
+def test_rows_from_all_over_the_split_are_translated(checked, monkeypatch):
+    asked, lines = [], []
 
     def translate(validation, model, rows):
         asked.append(rows)
@@ -78,8 +78,11 @@ def test_only_the_first_rows_are_translated(checked, monkeypatch):
 
     monkeypatch.setattr(validation, "BLEU_ROWS", 7)
     monkeypatch.setattr(Validation, "translate", translate)
+    monkeypatch.setattr(checked.run, "log", lines.append)
     checked(7)
-    assert asked == [checked.prepared.validation_rows[:7]]
+    rows = checked.prepared.validation_rows
+    assert asked == [[rows[place * len(rows) // 7] for place in range(7)]]
+    assert f"(greedy, smoothed, 7 of {len(rows)} rows, evenly spaced)" in lines[0]
 
 
 def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):

@@ -6,16 +6,19 @@ in Reporting BLEU Scores"), which gets plain text and never the subwords of the 
 
 Without smoothing nltk and sacreBLEU agree, with one exception. For each hypothesis of fewer than n
 tokens nltk adds one n-gram that cannot match to the total of order n (its guard against 0/0);
-sacreBLEU adds none. Many very short hypotheses therefore make nltk's score a little lower, and the
-card says so where it shows in the second decimal.
+sacreBLEU adds none. Many very short hypotheses therefore make nltk's score lower, and the card says
+so where it shows in the second decimal.
 
 Both packages take half a second to import, so the functions that need them import them.
 """
 
 import re
+import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 CHINESE_CHARACTER = re.compile("[\u3400-\u9fff]")  # Japanese uses them too
 # Hiragana and katakana; Hangul's letters and syllables.
@@ -105,95 +108,219 @@ def nltk_bleu(references: list[list[str]], hypotheses: list[list[str]], smooth: 
     return 100.0 * score if score > 1e-50 else 0.0
 
 
+def count_as_nltk(metric) -> None:
+    """Make a sacreBLEU metric count the n-grams of very short hypotheses as nltk does."""
+    count = metric._compute_segment_statistics  # sacreBLEU has no public name for it
+
+    def count_at_least_one(hypothesis: str, reference: dict) -> list[int]:
+        statistics = count(hypothesis, reference)  # lengths, matches of 1- to 4-grams, totals
+        totals = statistics[-metric.max_ngram_order :]
+        at_least_one = [max(1, total) for total in totals]
+        return statistics[: -len(totals)] + at_least_one
+
+    metric._compute_segment_statistics = count_at_least_one
+
+
+# ---------------------------------------------------------------- the card
+
+CARD_WIDTH = 80  # characters of a line
+LABEL_WIDTH = 21
+
+
+class ScoredTexts:
+    """Translations beside their references. The figures of the card are computed from it."""
+
+    def __init__(self, references: list[str], hypotheses: list[str]):
+        check_sentences(references, hypotheses)
+        self.references = references
+        self.hypotheses = hypotheses
+        self.metric = sacrebleu_metric(references)
+
+    def score(self, metric, **options):
+        """sacreBLEU's score by this metric: BLEU, CHRF or TER."""
+        return metric.corpus_score(self.hypotheses, [self.references], **options)
+
+    @cached_property
+    def tokens(self) -> list[list[str]]:
+        """Those of each hypothesis."""
+        return tokens_of(self.hypotheses, self.metric)
+
+    @cached_property
+    def reported(self) -> float:
+        """nltk's BLEU."""
+        return nltk_bleu(tokens_of(self.references, self.metric), self.tokens, smooth=False)
+
+    @cached_property
+    def resampled(self):
+        """The reported BLEU by sacreBLEU's formula, with its bootstrap (Koehn 2004).
+
+        The scores of 1,000 test sets, each drawn with replacement from this one; of fewer if it has
+        more than 20,000 rows.
+        """
+        unsmoothed = sacrebleu_metric(self.references, smooth="none")
+        count_as_nltk(unsmoothed)
+        # sacreBLEU holds 40 bytes for each row of each resample: fewer of them bound the memory.
+        resamples = min(1000, max(20, 20_000_000 // len(self.references)))
+        return self.score(unsmoothed, n_bootstrap=resamples)
+
+    @cached_property
+    def interval(self) -> list[float]:
+        """The 95 % interval of the reported BLEU."""
+        # sacreBLEU has no public names for the mean of the resampled scores and half the interval.
+        middle = self.resampled._mean
+        half = self.resampled._ci
+        return [max(0.0, middle - half), min(100.0, middle + half)]
+
+    @cached_property
+    def standard(self):
+        """sacreBLEU's score with the settings that papers report."""
+        return self.score(self.metric)
+
+    @property
+    def signature(self) -> str:
+        """Those settings, in sacreBLEU's notation."""
+        assert self.standard  # the metric counts the references while it scores
+        return str(self.metric.get_signature())
+
+    @property
+    def settings(self) -> str:
+        """Those of the reported BLEU, in words."""
+        tokeniser = choose_tokeniser(self.references)
+        return f"nltk corpus_bleu, {tokeniser}, cased, no smoothing, scale 0–100"
+
+    @cached_property
+    def chrf(self):
+        """The character n-gram F-score (Popović 2015), and its settings."""
+        from sacrebleu.metrics import CHRF
+
+        metric = CHRF()
+        return self.score(metric), str(metric.get_signature())
+
+
 @dataclass(frozen=True)
-class BleuCard:
-    """The report about one set of translations; scores and precisions are on the scale 0–100."""
+class Figure:
+    """One line of the card: a number, several numbers or a text."""
 
-    nltk: float  # the reported score
-    sacrebleu: float  # sacreBLEU's score with its standard settings
-    signature: str  # those settings, in sacreBLEU's notation
-    chrf: float  # chrF2, the character n-gram F-score (Popović 2015)
-    chrf_signature: str
-    lowercase: float  # sacreBLEU without case: for information
-    precisions: list[float]  # of 1- to 4-grams
-    brevity_penalty: float
-    ratio: float  # hypothesis tokens / reference tokens
-    hyp_length: int  # tokens
-    ref_length: int
-    low: float  # 95 % interval of the score without smoothing
-    high: float
-    sentences: int
-    short: int  # hypotheses of fewer than 4 tokens, which nltk and sacreBLEU count differently
+    name: str  # in the score file
+    label: str
+    chinese: str  # label, on a Chinese page
+    form: str  # of each number, as in an f-string
+    function: Callable[[ScoredTexts], Any]
 
-    def lines(self) -> list[str]:
-        """The printed card."""
-        tokeniser = self.signature.split("tok:")[1].split("|")[0]
-        label = f"BLEU (nltk corpus_bleu, {tokeniser} tokens, cased, no smoothing)"
-        interval = f"95 % interval [{self.low:.2f}, {self.high:.2f}]   scale 0–100"
-        precisions = " / ".join(f"{precision:.1f}" for precision in self.precisions)
-        lengths = f"{self.ratio:.3f} = {self.hyp_length:,} / {self.ref_length:,} tokens"
-        uncased = "sacreBLEU, uncased (for information)"
-        card = [
-            f"{label:<60}{self.nltk:6.2f}   {interval}",
-            f"{'sacreBLEU':<60}{self.sacrebleu:6.2f}   {self.signature}",
-            f"{uncased:<60}{self.lowercase:6.2f}   as above with case:lc",
-            f"{'chrF2':<60}{self.chrf:6.2f}   {self.chrf_signature}",
-            f"n-gram precisions  {precisions}   (n = 1 to 4)",
-            f"brevity penalty    {self.brevity_penalty:.3f}   (length ratio {lengths})",
-            f"sentences          {self.sentences:,}",
-        ]
-        if min(self.precisions) == 0:
-            card.append(
-                "note: BLEU is 0, because no n-gram of some length n matches; "
-                "sacreBLEU smooths (smooth:exp); "
-                "see docs/troubleshooting.md#translations-and-scores"
-            )
-        elif self.short and abs(self.nltk - self.sacrebleu) >= 0.005:
-            card.append(
-                f"note: nltk is stricter than sacreBLEU on the {self.short:,} hypotheses "
-                "with fewer than 4 tokens"
-            )
-        return card
+    def text(self, value) -> str:
+        """The value as the card shows it."""
+        values = value if isinstance(value, list) else [value]
+        return ", ".join(format(each, self.form) for each in values)
 
 
-def bleu_card(references: list[str], hypotheses: list[str]) -> BleuCard:
-    """The reported score and all that explains it. Arguments as for `corpus_bleu`.
+# The card, the score file and the report show these, in this order. All scores are on the scale
+# 0–100.
+FIGURES = [
+    Figure("nltk", "BLEU (nltk)", "BLEU（nltk）", ".2f", lambda texts: texts.reported),
+    Figure("interval", "95 % interval", "95 % 区间", ".2f", lambda texts: texts.interval),
+    Figure("settings", "settings", "计算方式", "", lambda texts: texts.settings),
+    Figure("sacrebleu", "sacreBLEU", "sacreBLEU", ".2f", lambda texts: texts.standard.score),
+    Figure("signature", "signature", "签名", "", lambda texts: texts.signature),
+    Figure(
+        "lowercase",
+        "sacreBLEU, uncased",
+        "sacreBLEU，不分大小写",
+        ".2f",
+        lambda texts: texts.score(sacrebleu_metric(texts.references, lowercase=True)).score,
+    ),
+    Figure("chrf", "chrF2", "chrF2", ".2f", lambda texts: texts.chrf[0].score),
+    Figure("chrf_signature", "signature of chrF2", "chrF2 的签名", "", lambda texts: texts.chrf[1]),
+    # Those of the reported BLEU, of 1- to 4-grams.
+    Figure(
+        "precisions",
+        "n-gram precisions",
+        "1 至 4 元精确率",
+        ".1f",
+        lambda texts: list(texts.resampled.precisions),
+    ),
+    Figure(
+        "brevity_penalty", "brevity penalty", "简短惩罚", ".3f", lambda texts: texts.standard.bp
+    ),
+    Figure("ratio", "length ratio", "长度比", ".3f", lambda texts: texts.standard.ratio),
+    Figure("hyp_length", "tokens", "译文词数", ",", lambda texts: texts.standard.sys_len),
+    Figure(
+        "ref_length",
+        "tokens, references",
+        "参考译文词数",
+        ",",
+        lambda texts: texts.standard.ref_len,
+    ),
+    Figure("sentences", "sentences", "句数", ",", lambda texts: len(texts.references)),
+    # Hypotheses that nltk and sacreBLEU count differently.
+    Figure(
+        "short",
+        "below 4 tokens",
+        "不足 4 个词的句数",
+        ",",
+        lambda texts: sum(len(tokens) < 4 for tokens in texts.tokens),
+    ),
+    Figure(
+        "empty",
+        "empty references",
+        "空的参考译文",
+        ",",
+        lambda texts: sum(not reference.strip() for reference in texts.references),
+    ),
+]
 
-    The interval is sacreBLEU's bootstrap (Koehn 2004): the scores of 1,000 test sets, each drawn
-    with replacement from this one; of fewer if it has more than 20,000 rows.
+
+def bleu_card(references: list[str], hypotheses: list[str]) -> dict[str, Any]:
+    """The reported score and all that explains it: the value of each of `FIGURES`, by its name.
+
+    Arguments as for `corpus_bleu`. The values are of JSON's types.
     """
-    from sacrebleu.metrics import CHRF
+    texts = ScoredTexts(references, hypotheses)
+    return {figure.name: figure.function(texts) for figure in FIGURES}
 
-    check_sentences(references, hypotheses)
-    cased = sacrebleu_metric(references)
-    uncased = sacrebleu_metric(references, lowercase=True)
-    unsmoothed = sacrebleu_metric(references, smooth="none")
-    chrf = CHRF()
-    standard = cased.corpus_score(hypotheses, [references])
-    # sacreBLEU holds 40 bytes for each row of each resample: fewer of them bound the memory.
-    resamples = min(1000, max(20, 20_000_000 // len(references)))
-    score = unsmoothed.corpus_score(hypotheses, [references], n_bootstrap=resamples)
-    # sacreBLEU has no public name for the mean of the resampled scores and half of the interval.
-    ends = (score._mean - score._ci, score._mean + score._ci)
-    low, high = (min(max(end, 0.0), 100.0) for end in ends)
-    hypothesis_tokens = tokens_of(hypotheses, cased)
-    return BleuCard(
-        nltk=nltk_bleu(tokens_of(references, cased), hypothesis_tokens, smooth=False),
-        sacrebleu=standard.score,
-        signature=str(cased.get_signature()),
-        chrf=chrf.corpus_score(hypotheses, [references]).score,
-        chrf_signature=str(chrf.get_signature()),
-        lowercase=uncased.corpus_score(hypotheses, [references]).score,
-        precisions=score.precisions,
-        brevity_penalty=standard.bp,
-        ratio=standard.ratio,
-        hyp_length=standard.sys_len,
-        ref_length=standard.ref_len,
-        low=low,
-        high=high,
-        sentences=len(references),
-        short=sum(len(tokens) < 4 for tokens in hypothesis_tokens),
+
+def card_lines(card: dict[str, Any]) -> list[str]:
+    """What is printed of the result of `bleu_card`: a line for each figure, then notes."""
+    lines = []
+    for figure in FIGURES:
+        lines += labelled(figure.label, figure.text(card[figure.name]))
+    if min(card["precisions"]) == 0:
+        lines += note(
+            "BLEU is 0, because no n-gram of some length n matches; sacreBLEU smooths "
+            "(smooth:exp); see docs/troubleshooting.md#translations-and-scores"
+        )
+    elif card["short"] and abs(card["nltk"] - card["sacrebleu"]) >= 0.005:
+        lines += note(
+            "nltk's BLEU is lower than sacreBLEU's, because it adds an n-gram without a match for "
+            f"each translation of fewer than n tokens; {card['short']:,} have fewer than 4"
+        )
+    if card["empty"]:
+        lines += note(f"{card['empty']:,} references are empty, and no translation matches these")
+    return lines
+
+
+def labelled(label: str, text: str) -> list[str]:
+    """A line of the card, or several if the text is long."""
+    return wrapped(text, f"{label:<{LABEL_WIDTH}}")
+
+
+def note(text: str) -> list[str]:
+    """A remark below the card, in lines."""
+    return wrapped(text, "note: ")
+
+
+def wrapped(text: str, first: str) -> list[str]:
+    """Lines of at most `CARD_WIDTH` characters, but no word is cut; `first` begins the first."""
+    return textwrap.wrap(
+        text,
+        CARD_WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_long_words=False,
+        break_on_hyphens=False,
     )
+
+
+# ---------------------------------------------------------------- sentences, comparisons
 
 
 def sentence_scores(references: list[str], hypotheses: list[str]) -> list[float]:

@@ -13,7 +13,6 @@ Memory use stays flat. A row that cannot be right raises a `UserError` with its 
 """
 
 import csv
-import glob
 import html
 import json
 import re
@@ -46,7 +45,7 @@ def read_pairs(form: str, files: list[Path], source: str, target: str) -> Pairs:
         if form == "moses":
             yield from together(read_lines(files[0]), read_lines(files[1]), *files)
         elif form == "sgm":
-            yield from together(read_segments(files[0]), read_segments(files[1]), *files)
+            yield from read_sgm(*files)
         else:
             yield from readers[form](files[0], source, target)
     except UnicodeDecodeError as error:
@@ -70,9 +69,12 @@ def read_columns(file: Path, source: str, target: str) -> Pairs:
         try:
             if builder == "parquet" and pyarrow.parquet.read_metadata(file).num_rows == 0:
                 return  # `datasets` (version 5.2) would raise an error about its batch size
+            # A link with a plain name: `datasets` would take "*" and "::" in a path for patterns.
+            link = Path(cache, f"rows.{builder}")
+            link.symlink_to(file.absolute())
             rows = datasets.load_dataset(
                 builder,
-                data_files=[glob.escape(str(file))],
+                data_files=[str(link)],
                 split="train",
                 streaming=True,
                 cache_dir=cache,
@@ -239,13 +241,6 @@ def read_lines(file: Path) -> Iterator[str]:
             yield line.rstrip("\r\n")
 
 
-def read_segments(file: Path) -> Iterator[str]:
-    """The texts of <seg>. By a pattern: sgm is not XML, & and < need not be escaped."""
-    markup = file.read_text(encoding="utf-8-sig")
-    for text in re.findall(r"<seg\b[^>]*>(.*?)</seg>", markup, re.DOTALL | re.IGNORECASE):
-        yield " ".join(html.unescape(text).split())
-
-
 def together(sources: Iterator[str], targets: Iterator[str], *files: Path) -> Pairs:
     """Pairs of two equally long iterators. Raises `UserError` if they are not."""
     source_count = 0
@@ -260,6 +255,57 @@ def together(sources: Iterator[str], targets: Iterator[str], *files: Path) -> Pa
             f"{files[0]} has {source_count:,} sentences, {files[1]} {target_count:,}; line n of "
             "one must be the translation of line n of the other"
         )
+
+
+# ------------------------------------------------------------------------ sgm
+
+# Not an XML parser: in sgm, & and < need not be escaped.
+DOCUMENT_OR_SEGMENT = re.compile(
+    r"<doc\b(?P<document>[^>]*)>|<seg\b(?P<segment>[^>]*)>(?P<text>.*?)</seg>",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def read_sgm(source_file: Path, target_file: Path) -> Pairs:
+    """The segments of two files, paired by document and `seg id`, in the order of the sources."""
+    sources = read_segments(source_file)
+    targets = read_segments(target_file)
+    for segment in (*sources, *targets):
+        if segment not in sources or segment not in targets:
+            complete, other = source_file, target_file
+            if segment in targets:
+                complete, other = other, complete
+            raise UserError(f"{other} has no {segment}, but {complete.name} has; complete it")
+    for segment, source in sources.items():
+        yield source, targets[segment]
+
+
+def read_segments(file: Path) -> dict[str, str]:
+    """The texts of <seg>; a key is "segment 3 of document x". What has no name is counted."""
+    markup = file.read_text(encoding="utf-8-sig")
+    texts: dict[str, str] = {}
+    documents = 0
+    segments = 0  # of the document
+    document = "1"
+    for found in DOCUMENT_OR_SEGMENT.finditer(markup):
+        if found["document"] is not None:
+            documents += 1
+            segments = 0
+            document = attribute(found["document"], "docid") or str(documents)
+            continue
+        segments += 1
+        number = attribute(found["segment"], "id") or str(segments)
+        key = f"segment {number} of document {document}"
+        if key in texts:
+            raise UserError(f"{file}: {key} occurs twice; keep one of the two")
+        texts[key] = " ".join(html.unescape(found["text"]).split())
+    return texts
+
+
+def attribute(tag: str, name: str) -> str:
+    """The value of an attribute, as in id="3"; "" without it."""
+    found = re.search(rf"""\b{name}\s*=\s*("[^"]*"|'[^']*'|[^\s>]+)""", tag, re.IGNORECASE)
+    return found[1].strip("\"'") if found else ""
 
 
 # ------------------------------------------------------------------------ errors

@@ -11,11 +11,13 @@ pairs of files, one per language: `train.zh` with `train.en` (Moses), `X-src.zh.
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from filecmp import cmp
+from itertools import chain, islice
 from pathlib import Path
 
 from engine.errors import UserError
@@ -67,17 +69,23 @@ class ParallelText:
             shard = files[first : first + count]
             yield from read_pairs(self.form, shard, self.source, self.target)
 
-    def fingerprint(self) -> str:
-        """A hash of the names and contents of all files, the same wherever they lie."""
-        digest = hashlib.blake2b(digest_size=16)
-        for split, files in self.files.items():
-            for file in files:
-                facts = (self.form, self.source, self.target, split, file.name)
-                digest.update(f"{facts} {file.stat().st_size}\n".encode())
-                with file.open("rb") as stream:
-                    while block := stream.read(1 << 22):
-                        digest.update(block)
-        return digest.hexdigest()
+    def fingerprint(self) -> dict[str, str]:
+        """Of each split a hash of its files' contents, wherever they lie and whatever their names.
+
+        Which columns are read is not part of it.
+        """
+        return {split: hash_of_files(files) for split, files in self.files.items()}
+
+
+def hash_of_files(files: list[Path]) -> str:
+    """32 hexadecimal digits of the contents, in order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(f"{file.stat().st_size}\n".encode())  # where one ends and the next begins
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def default_path() -> str:
@@ -86,11 +94,16 @@ def default_path() -> str:
     return course if os.path.isdir(course) else str(SAMPLE)
 
 
-def sample_notice(path: str) -> str:
-    """For log and card: what a score on the bundled sample is worth; "" for all other data."""
-    if Path(os.path.realpath(os.path.expanduser(path))).is_relative_to(SAMPLE):
-        return "bundled sample, not WMT19: this score says only that the program works"
-    return ""
+def is_sample(text: ParallelText) -> bool:
+    """Whether a file of the text is one of the bundled sample, or a copy of one."""
+    of_sample = list(SAMPLE.glob("*.parquet"))
+    files = chain.from_iterable(text.files.values())
+    # Only files of the same size are read.
+    return any(cmp(file, known, shallow=False) for file in files for known in of_sample)
+
+
+# For log and card: what a score on the bundled sample is worth.
+SAMPLE_NOTICE = "bundled sample, not WMT19: this score says only that the program works"
 
 
 def absolute_path(path: str) -> str:
@@ -285,18 +298,32 @@ def natural(name: str) -> list:
 
 
 def saved_files(root: Path, log: Callable) -> dict[str, list[Path]]:
-    """The arrow files of a folder written by `save_to_disk`, by split."""
-    from datasets import Dataset, load_from_disk
+    """The arrow files of a folder written by `save_to_disk`, by split.
 
+    Read from its json files, because `datasets` (version 5.2) cannot load an empty set.
+    """
+    named = {}
     try:
-        saved = load_from_disk(str(root))
-    except Exception as error:  # of damaged files the library raises what it happens to meet
+        if (root / "dataset_dict.json").exists():
+            splits = json.loads((root / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+            folders = {name: root / name for name in splits}
+        else:
+            state = json.loads((root / "state.json").read_text(encoding="utf-8"))
+            folders = {state["_split"] or "train": root}
+        for name, folder in folders.items():
+            state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            named[name] = [folder / file["filename"] for file in state["_data_files"]]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
             f"{root} was not fully written by save_to_disk: {short(error)}; save it again"
         ) from error
-    if isinstance(saved, Dataset):
-        saved = {str(saved.split or "train"): saved}
-    return cached_files(saved, log)
+    for name, files in named.items():
+        if not files:
+            raise UserError(f"{root}: {name} has no rows; save it with rows, or without {name}")
+        for file in files:
+            if not file.exists():
+                raise UserError(f"{file} is missing; save {root} again")
+    return sort_into_splits(named, log)
 
 
 def cached_files(dataset_dict, log: Callable) -> dict[str, list[Path]]:

@@ -1,4 +1,4 @@
-"""Token ids of many sentences in one flat array instead of a list of lists.
+"""Token ids of many sentences in one flat array instead of a list of lists, in memory or on disk.
 
 numpy then works on all sentences at once, and a file of ids needs no parsing.
 
@@ -9,14 +9,18 @@ numpy then works on all sentences at once, and a file of ids needs no parsing.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from torch.utils.data import Dataset
 
 from engine.errors import UserError
+
+# The two sides of a pair: the keys of every dict with an entry for each side.
+SIDES = ("source", "target")
 
 
 class Rows(NamedTuple):
@@ -63,7 +67,7 @@ def add_token(rows: Rows, token: int, at_start: bool = False) -> Rows:
 
 
 class TokenWriter:
-    """Writes a folder for `data.TokenizedPairs` chunk by chunk, so that memory use stays flat."""
+    """Writes a folder for `TokenizedPairs` chunk by chunk, so that memory use stays flat."""
 
     def __init__(self, folder: Path, tokenizers: dict):
         folder.mkdir(parents=True)
@@ -100,3 +104,66 @@ class TokenWriter:
                 ids = np.memmap(file.name, self.dtypes[side], "r")
             np.save(self.folder / f"{side}.ids.npy", ids)
             os.remove(file.name)
+
+
+class TokenizedPairs(Dataset):
+    """Pairs as token ids without begin and end: `pairs[i]` is (source ids, target ids).
+
+    For each side, the folder holds the ids of all sentences in one array, and their lengths. The
+    ids stay on disk, mapped into memory. Memory holds 12 bytes for each sentence: its length (4)
+    and its place (8), and 8 for the number of each pair if some are left out. So 26 million pairs
+    fit into memory.
+    """
+
+    def __init__(self, folder: Path, stored: np.ndarray | slice = slice(None)):
+        # The sentences [5, 6], [8] and [7, 9] are stored as
+        #     ids      5 6 8 7 9
+        #     lengths  2 1 2
+        # and begin at the places 0, 2 and 3 of ids.
+        self.folder = folder
+        self.stored = stored  # indices of the stored pairs that belong to this Dataset
+        self.lengths = {}  # side -> (pairs,) tokens of each sentence
+        self._starts = {}  # side -> (pairs,) place of its first token in ids
+        self._ids = {}  # side -> (tokens,) of all stored sentences
+        for side in SIDES:
+            lengths = np.load(folder / f"{side}.lengths.npy")
+            self.lengths[side] = lengths[stored]
+            self._starts[side] = starts_of(lengths)[stored]
+            ids = np.load(folder / f"{side}.ids.npy", mmap_mode="r")
+            # A plain array over the map: slicing an np.memmap object costs ten times as much.
+            self._ids[side] = np.asarray(ids)
+            if len(ids) != lengths.sum():
+                raise ValueError(f"{side}.ids.npy and {side}.lengths.npy do not fit together")
+
+    def __len__(self) -> int:
+        return len(self.lengths["source"])
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        source, target = self.take(np.array([index]))
+        return source.ids, target.ids
+
+    def take(self, indices: np.ndarray) -> tuple[Rows, Rows]:
+        """Both sides of these pairs."""
+        return self._gather("source", indices), self._gather("target", indices)
+
+    __getitems__ = take  # the name by which the DataLoader asks for a whole batch
+
+    def chunks(self, size: int = 20_000) -> Iterator[tuple[Rows, Rows]]:
+        """Both sides of all pairs, `size` pairs at a time: all ids might not fit into memory."""
+        for first in range(0, len(self), size):
+            end = min(first + size, len(self))
+            yield self.take(np.arange(first, end))
+
+    def subset(self, indices: np.ndarray) -> "TokenizedPairs":
+        """A Dataset of these pairs alone; the indices are those of this Dataset."""
+        all_stored = np.arange(len(np.load(self.folder / "source.lengths.npy", mmap_mode="r")))
+        return TokenizedPairs(self.folder, all_stored[self.stored][indices])
+
+    def _gather(self, side: str, indices: np.ndarray) -> Rows:
+        lengths = self.lengths[side][indices].astype(np.int64)
+        places = places_of(lengths, self._starts[side][indices])
+        return Rows(self._ids[side][places], lengths)
+
+    def __reduce__(self):
+        # For pickle: a worker process gets the folder's name and maps the files itself.
+        return TokenizedPairs, (self.folder, self.stored)

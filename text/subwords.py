@@ -26,6 +26,8 @@ SPACE = "▁"  # U+2581, which stands for a space at the head of a word
 # one "word", which merges may divide as they like. Digits stand alone, so that numbers are copied
 # figure by figure; so do punctuation marks. What is left between these is an English word.
 PIECES = r"▁?\p{Han}+|▁?\p{N}|▁?[^\p{L}\p{M}\p{N}▁]"
+# Words and characters that hardly any vocabulary has.
+UNUSUAL = ["qzxjvkw", "𪚥", "🜲"]
 # Of the lines that are encoded together; the library takes some hundred bytes for each.
 CHARACTERS_AT_ONCE = 2**22
 
@@ -131,6 +133,12 @@ def load_tokenizer(name: str):
                 f"tokenizer {name}: its {token} token has the id {id}, but it has {len(tokenizer)} "
                 "tokens; choose one that leaves no ids out"
             )
+    try:
+        encode(tokenizer, UNUSUAL)
+    except Exception as error:  # the library has no class for it
+        raise UserError(
+            f"tokenizer {name} cannot encode every text ({error}); choose one with an unknown token"
+        ) from None
     return tokenizer
 
 

@@ -19,10 +19,10 @@ import fast
 from data import (
     BucketSampler,
     Prepared,
+    TextSettings,
     collate_for,
     default_tokens_per_batch,
     prepare,
-    vocabulary_size,
 )
 from engine.checkpoint import RESUMABLE
 from engine.devices import choose_device, hidden_gpus
@@ -64,9 +64,9 @@ class Sample(ParallelText):
         """The rows that were taken from a split."""
         yield from self.taken[split]
 
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> dict[str, str]:
         """A constant: what is made of a sample is thrown away."""
-        return "sample"
+        return {}
 
 
 def check(config) -> None:
@@ -165,15 +165,8 @@ def rows_in(text: ParallelText, some: list[tuple[str, str]], read: int) -> int:
 
 def prepare_sample(config, sample: Sample, count: int, folder: Path) -> Prepared:
     """The sample cleaned and tokenised, as the run would do it with `count` pairs."""
-    prepared = prepare(
-        sample,
-        folder,
-        source_vocab=vocabulary_size(config.source_vocab, count),
-        target_vocab=vocabulary_size(config.target_vocab, count),
-        tokenizer=config.tokenizer,
-        max_length=config.max_length,
-        log=lambda line: None,
-    )
+    settings = TextSettings.of(config).for_pairs(count)
+    prepared = prepare(sample, folder, settings, log=lambda line: None)
     if config.select:
         prepared.select_like_validation(lambda line: None)
     return prepared

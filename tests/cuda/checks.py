@@ -17,13 +17,14 @@ import torch
 
 import decoding
 import fast
-from data import BucketSampler, Collate, batches_of, flatten
+from data import BucketSampler, Collate, batches_of
 from engine.distributed import World
 from engine.optimizer import make_optimizer
 from engine.precision import Precision
 from fast.training import SlicedLoss
 from labs.attention_op import attention, gelu, use_in
 from model import ModelConfig, SummedLoss, Translator, cross_attention
+from text.rows import flatten
 from validation import Validation
 
 IDS = {"pad": 0, "bos": 1, "eos": 2}
@@ -61,7 +62,7 @@ def make(**sizes) -> Translator:
 
 def batches(tokens: int = 24, accumulate: int = 1):
     # Without the thread that prepares the next batch: fake tensors belong to this one.
-    with patch("data.one_ahead", lambda batches, device: batches):
+    with patch("data._one_ahead", lambda batches, device: batches):
         sampler = BucketSampler(Pairs.lengths, tokens, accumulate=accumulate)
         return batches_of(Pairs(), sampler, Collate(IDS, IDS), 0, CUDA)
 

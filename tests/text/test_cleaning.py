@@ -10,10 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from text.cleaning import (
-    CHANCE,
     LONGEST_TOKEN,
     REASONS,
-    SHORT_SHARE,
     absurd_ratio,
     clean_pairs,
     hash_of_pair,
@@ -23,7 +21,7 @@ from text.cleaning import (
     normalise_pair,
     split_of_pair,
     split_to_score,
-    without_short_targets,
+    worth_keeping,
 )
 
 INVISIBLE = (
@@ -243,38 +241,6 @@ def test_the_length_ratio(short, longest):
     assert absurd_ratio(short, longest + 1) and absurd_ratio(longest + 1, short)
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=40),
-    st.floats(0.1, 9),
-)
-def test_the_shortest_targets_go_and_no_more_of_them_than_must(lengths, ratio):
-    source, target = np.array(lengths).T
-    validation = {"source": np.array([9.0]), "target": np.array([9 * ratio])}  # one range
-    kept = without_short_targets({"source": source, "target": target}, validation)
-    gone = np.setdiff1d(np.arange(len(lengths)), kept)
-    assert kept.tolist() == sorted(kept) and len(gone) <= SHORT_SHARE * len(lengths)
-    most_of_gone = max(target[gone] / source[gone], default=0)
-    assert most_of_gone <= min(target[kept] / source[kept])
-    enough = target[kept].sum() / source[kept].sum() >= ratio
-    small_gap = target.sum() / source.sum() > ratio / (1 + CHANCE)
-    assert enough or small_gap or len(gone) == int(SHORT_SHARE * len(lengths))
-    if len(gone):  # with the last of them it would be too few
-        back = [*kept, gone[np.argmax(target[gone] / source[gone])]]
-        assert target[back].sum() / source[back].sum() < ratio
-
-
-def test_long_pairs_with_short_targets_go_though_short_pairs_have_long_ones():
-    source = np.repeat([10, 20, 30, 40, 50], 8)
-    target = source.copy()
-    target[source == 10] = 17
-    target[source == 50] = [50, 20] * 4  # every second one is short
-    # As long as their sources: in all ranges together, one of the short ones could stay.
-    validation = {"source": source, "target": source}
-    kept = without_short_targets({"source": source, "target": target}, validation)
-    gone = np.setdiff1d(np.arange(len(source)), kept)
-    assert gone.tolist() == [33, 35, 37, 39]
-
-
 def test_each_cut_is_a_hundredth():
     hashes = [hash_of_pair(f"{number}", "x") for number in range(40_000)]
     splits = [split_of_pair(of_pair, ["validation", "test"]) for of_pair in hashes]
@@ -282,8 +248,15 @@ def test_each_cut_is_a_hundredth():
         assert splits.count(split) == pytest.approx(400, abs=60)
 
 
-def test_a_gap_in_the_lengths_that_may_be_chance_leaves_all():
-    train = {"source": np.full(100, 100), "target": np.repeat([100, 90], 50)}
-    for length, kept in ((99, 100), (110, 50)):  # 4 % and 16 % more than in train
-        validation = {"source": np.full(10, 100), "target": np.full(10, length)}
-        assert len(without_short_targets(train, validation)) == kept
+def test_the_longest_pair_that_is_kept():
+    """A sentence and its begin or end fill the model's positions exactly."""
+    counts = Counter()
+    source, target = np.array([15, 16, 15, 1]), np.array([15, 15, 16, 1])
+    assert worth_keeping(source, target, 16, counts).tolist() == [True, False, False, True]
+    assert counts == {"kept": 2, "too long": 2}
+
+
+def test_a_side_without_tokens_is_counted():
+    counts = Counter()
+    kept = worth_keeping(np.array([0, 5, 3]), np.array([5, 0, 3]), 16, counts)
+    assert kept.tolist() == [False, False, True] and counts == {"empty": 2, "kept": 1}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine.errors import UserError
 from text import formats
-from text.reading import default_path, find_text, fingerprint_of, sample_notice
+from text.reading import default_path, find_text, fingerprint_of, hash_of_files, is_sample
 
 TRAIN = [
     ("你好，世界。", "Hello, world."),
@@ -193,7 +193,10 @@ LAYOUTS = {
         ["newtrainer.csv", *(f"x{n}.csv" for n in range(9))], write_csv
     ),
     "capitals": splits_in("Train.PARQUET Dev.PARQUET TEST.PARQUET", write_parquet),
-    "odd names": splits_in("[1]*/train.parquet [1]*/dev.parquet [1]*/test?.parquet", write_parquet),
+    "odd names": splits_in(
+        "[1]*::a/train.parquet [1]*::a/dev.parquet [1]*::a/test?.parquet", write_parquet
+    ),
+    "odd names, arrow": splits_in("a::b/train.arrow a::b/dev.arrow a::b/test*.arrow", write_arrow),
     "arrow stream": splits_in("train.arrow dev.arrow x-test.arrow", write_arrow, nested=True),
     "arrow file": splits_in("train.arrow dev.arrow evaluation.arrow", write_arrow_file),
     "save_to_disk dict": saved_dict,
@@ -270,6 +273,18 @@ def test_any_text_survives(tmp_path_factory, pairs, nested):
 def test_a_quote_in_a_tsv_is_a_character(tmp_path):
     pairs = [('"他说', '"He said "fine"'), ("二", '"two'), ("三", 'three"'), ('"四"', '"four"')]
     write_tsv(tmp_path / "x.tsv", pairs)
+    assert read_path(tmp_path) == {"train": pairs}
+
+
+def test_segments_are_paired_by_document_and_number(tmp_path):
+    source = """<doc docid="a b"><seg id="1">甲</seg><seg id="2">乙</seg></doc>
+        <doc DOCID='c'><seg id='1'>丙</seg></doc><doc><seg>丁</seg></doc>"""
+    target = """<DOC sysid="r" docid=c><seg id=1>C</seg></DOC>
+        <doc docid="a b"><seg id="2">B</seg><seg id="1">A &amp; x</seg></doc>
+        <doc><seg>D</seg></doc>"""
+    (tmp_path / "x-src.zh.sgm").write_text(source, encoding="utf-8")
+    (tmp_path / "x-ref.en.sgm").write_text(target, encoding="utf-8")
+    pairs = [("甲", "A & x"), ("乙", "B"), ("丙", "C"), ("丁", "D")]
     assert read_path(tmp_path) == {"train": pairs}
 
 
@@ -352,19 +367,37 @@ def test_fingerprint_is_of_the_content(tmp_path, name):
     LAYOUTS[name](tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b" / "copy")
     text, copy = find_text(str(tmp_path / "a")), find_text(str(tmp_path / "b" / "copy"))
-    assert text.fingerprint() == copy.fingerprint()
-    assert find_text(str(tmp_path / "a"), "en", "zh").fingerprint() != text.fingerprint()
-    for shards in copy.files.values():
-        content, before = bytearray(shards[-1].read_bytes()), copy.fingerprint()
+    before = text.fingerprint()
+    assert copy.fingerprint() == before and before.keys() == text.files.keys()
+    assert len(set(before.values())) == len(before)
+    for split, shards in copy.files.items():
+        content = bytearray(shards[-1].read_bytes())
         content[len(content) // 2] ^= 1
         shards[-1].write_bytes(content)
-        assert copy.fingerprint() not in (before, text.fingerprint())
+        changed = copy.fingerprint().pop(split)
+        assert changed != before[split]
+
+
+def test_fingerprint_is_not_of_the_names(tmp_path):
+    for name in ("pairs.tsv", "corpus.tsv", "x-train-1.tsv"):
+        write_tsv(tmp_path / name, TRAIN)
+    texts = [find_text(str(tmp_path / name)) for name in ("pairs.tsv", "corpus.tsv")]
+    assert texts[0].fingerprint() == texts[1].fingerprint()
+    # Where one file ends is part of it.
+    (tmp_path / "halves").mkdir()
+    content = (tmp_path / "pairs.tsv").read_bytes()
+    (tmp_path / "halves/train-1.tsv").write_bytes(content[:100])
+    (tmp_path / "halves/train-2.tsv").write_bytes(content[100:])
+    halves = sorted((tmp_path / "halves").iterdir())
+    assert hash_of_files(halves) != texts[0].fingerprint()["train"]
 
 
 def test_fingerprint_of_rows():
     rows = [("验证", "validation"), ("二", "two")]
     assert fingerprint_of(rows) == "fad62455"  # scores on disk have it
     assert fingerprint_of(rows[::-1]) != fingerprint_of(rows)
+    many = [(str(number), "x") for number in range(1000)]
+    assert fingerprint_of([*many, rows[0]]) != fingerprint_of([*many, rows[1]])
 
 
 def test_default_path(monkeypatch):
@@ -374,12 +407,14 @@ def test_default_path(monkeypatch):
     assert default_path() == str(ROOT / "sample")
 
 
-def test_only_the_sample_is_called_the_sample(tmp_path):
-    (tmp_path / "link").symlink_to(ROOT / "sample")
-    for path in (ROOT / "sample", ROOT / "sample/README.md", tmp_path / "link"):
-        assert sample_notice(str(path)).startswith("bundled sample, not WMT19")
-    for path in ("/opt/minidataset", str(tmp_path), "wmt/wmt19", str(ROOT)):
-        assert sample_notice(path) == ""
+def test_only_the_sample_and_copies_of_it_are_called_the_sample(tmp_path):
+    shutil.copytree(ROOT / "sample", tmp_path / "copy")
+    (tmp_path / "file").mkdir()
+    shutil.copy(ROOT / "sample/test-00000-of-00001.parquet", tmp_path / "file/news.parquet")
+    for path in (ROOT / "sample", tmp_path / "copy", tmp_path / "file"):
+        assert is_sample(find_text(str(path)))
+    write_jsonl(tmp_path / "x.jsonl", TRAIN)
+    assert not is_sample(find_text(str(tmp_path / "x.jsonl")))
 
 
 # ---- mistakes: name -> (files, of which the first is read; parts of the one line)
@@ -438,7 +473,25 @@ MISTAKES = {
     ),
     "sgm": (
         {"x-src.zh.sgm": "<seg>a</seg>", "x-ref.en.sgm": "<doc></doc>"},
-        ["src.zh.sgm has 1 ", "ref.en.sgm 0;"],
+        ["x-ref.en.sgm has no segment 1 of document 1, but x-src.zh.sgm has"],
+    ),
+    "sgm, other numbers": (
+        {
+            "x-src.zh.sgm": '<doc docid="n 1"><seg id="1">a</seg><seg id="2">b</seg></doc>',
+            "x-ref.en.sgm": '<doc docid="n 1"><seg id="2">B</seg><seg id="3">C</seg></doc>',
+        },
+        ["x-ref.en.sgm has no segment 1 of document n 1"],
+    ),
+    "sgm, one more": (
+        {
+            "x-src.zh.sgm": '<seg id="1">a</seg>',
+            "x-ref.en.sgm": '<seg id="1">A</seg><seg id="2">B</seg>',
+        },
+        ["x-src.zh.sgm has no segment 2 of document 1, but x-ref.en.sgm has"],
+    ),
+    "sgm, two references": (
+        {"x-src.zh.sgm": "<seg id=1>a</seg>", "x-ref.en.sgm": "<seg id=1>A</seg>" * 2},
+        ["x-ref.en.sgm: segment 1 of document 1 occurs twice"],
     ),
 }
 
@@ -503,7 +556,19 @@ def test_wrong_columns_in_the_last_split_are_found_at_once(tmp_path):
 def test_interrupted_save_to_disk(tmp_path):
     saved_dict(tmp_path)
     next((tmp_path / "train").glob("*.arrow")).unlink()
-    check_error(tmp_path, [str(tmp_path), "save it again"])
+    check_error(tmp_path, [str(tmp_path), ".arrow is missing; save"])
+    (tmp_path / "train/state.json").write_text("{")
+    check_error(tmp_path, [str(tmp_path), "not fully written by save_to_disk", "save it again"])
+
+
+def test_a_saved_set_without_rows(tmp_path):
+    """`datasets` can save it, but not load it again."""
+    empty = datasets.Dataset.from_dict({"zh": [], "en": []})
+    empty.save_to_disk(tmp_path / "empty")
+    check_error(tmp_path / "empty", ["empty: train has no rows"])
+    splits = {"train": datasets.Dataset.from_list(as_dicts(TRAIN)), "test": empty}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "dict")
+    check_error(tmp_path / "dict", ["dict: test has no rows; save it with rows, or without test"])
 
 
 # ---- the hub
@@ -539,7 +604,9 @@ def test_hub_configurations(tmp_path, monkeypatch, available):
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: None)
     text = find_text("wmt/wmt19")
-    assert text.form == "hub" and read(text) == SPLITS and len(text.fingerprint()) == 32
+    assert (
+        text.form == "hub" and read(text) == SPLITS and text.fingerprint().keys() == SPLITS.keys()
+    )
 
 
 # ---- real data

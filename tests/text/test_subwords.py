@@ -9,6 +9,8 @@ import regex
 from conftest import reversed_digits
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from engine.errors import UserError
 from text import subwords
@@ -154,6 +156,22 @@ def test_bert_tokens_count_as_begin_and_end(bert):
     # These letters in a text begin and end nothing.
     assert not {2, 3} & set(encode(bert, ["[CLS] the [SEP]"])[0])
     assert decode(bert, [[2, 9, 7, 8, 3, 0]]) == ["the weathers"]
+
+
+@pytest.mark.parametrize("unknown", [None, "[UNK]"])
+def test_a_tokenizer_that_stops_at_unknown_words_is_refused(tmp_path, unknown):
+    vocabulary = {word: id for id, word in enumerate(["[UNK]", PAD, BOS, EOS, "one", "two"])}
+    if unknown is None:
+        del vocabulary["[UNK]"]
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = dict(pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=unknown)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(tmp_path)
+    if unknown:
+        assert encode(load_tokenizer(str(tmp_path)), ["one three"]) == [[4, 0]]
+        return
+    with pytest.raises(UserError, match=r"cannot encode every text .*; choose one with an unknown"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_special_id_beyond_the_number_of_tokens_is_refused(tmp_path):

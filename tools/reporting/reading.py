@@ -23,7 +23,7 @@ from engine.layers import Layer, layers_of
 from engine.run import find_run
 from model import ModelConfig, Translator
 from text.cleaning import held_out_rows
-from text.reading import find_text, fingerprint_of, sample_notice
+from text.reading import find_text, fingerprint_of
 from tools.reporting.words import Words
 
 SUMMARIES = {
@@ -209,8 +209,8 @@ class RunFiles:
 
     def is_of_sample(self) -> bool:
         """Whether it learned, or was scored on, the bundled sample."""
-        used = [self.config.get("data"), *(result.get("data") for result in self.results.values())]
-        return self.is_translation and any(sample_notice(str(data)) for data in used if data)
+        used = [self.data, *self.results.values()]
+        return self.is_translation and any(facts.get("is_sample") for facts in used)
 
     # ---------------------------------------------------------------- the log
 
@@ -260,6 +260,8 @@ def is_number(value) -> bool:
 
 def as_text(value, form: str) -> str:
     """A value for the page: whole numbers with all digits, others in four or as `form` says."""
+    if isinstance(value, list):
+        return ", ".join(as_text(each, form) for each in value)
     if not is_number(value):
         text = str(value)
         return text if len(text) < LONGEST_TEXT else f"{text[:LONGEST_TEXT]} …"

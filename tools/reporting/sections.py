@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import UserError
 from loading import load_trained
-from text.bleu import sentence_scores
+from text.bleu import FIGURES, sentence_scores
 from text.cleaning import REASONS
 from tools.reporting import figures
 from tools.reporting.attention import attention_of, picture
@@ -392,20 +392,7 @@ def speed(page: Page, runs: list[RunFiles]) -> None:
 # -------------------------------------------------------------------- results
 
 CARD = [  # key in eval/*.json, and its text
-    ("nltk:.2f", "BLEU (nltk)", "BLEU（nltk）"),
-    ("low:.2f", "lower end of the interval", "95 % 区间下限"),
-    ("high:.2f", "upper end of the interval", "95 % 区间上限"),
-    ("sacrebleu:.2f", "sacreBLEU"),
-    ("signature", "signature", "签名"),
-    ("lowercase:.2f", "uncased", "不分大小写"),
-    ("chrf:.2f", "chrF2"),
-    ("precisions.0:.1f", "1-gram"),
-    ("precisions.1:.1f", "2-gram"),
-    ("precisions.2:.1f", "3-gram"),
-    ("precisions.3:.1f", "4-gram"),
-    ("brevity_penalty:.3f", "brevity penalty", "简短惩罚"),
-    ("ratio:.3f", "length ratio", "长度比"),
-    ("sentences", "sentences", "句数"),
+    *((f"{figure.name}:{figure.form}", figure.label, figure.chinese) for figure in FIGURES),
     ("capped", "outputs cut at the length limit", "写到长度上限仍未结束的句数"),
     ("decoding", "decoding", "解码方式"),
     ("checkpoint", "checkpoint", "检查点"),
