@@ -315,13 +315,13 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
 
 
 def caption_of_bleu(runs: list[RunFiles]) -> Words:
-    """The curve is not the score: it is smoothed, and of the first rows only."""
-    counted = [run.logged(rf"\(greedy, ({NUMBER}) rows, smoothed\)") for run in runs]
+    """The curve is not the score: it is smoothed, and of a part of the rows."""
+    counted = [run.logged(rf"smoothed, ({NUMBER}) of {NUMBER} rows") for run in runs]
     rows = " / ".join(dict.fromkeys(fact.text for fact in counted if fact))
     return (
-        f"validation BLEU of the first {rows} rows, smoothed; the score under Results is another "
-        "one: of all rows, without smoothing",
-        f"验证 BLEU：只用前 {rows} 行，经过平滑；“评测结果”中的得分不同：用全部行，不平滑",
+        f"validation BLEU of {rows} rows, smoothed; the score under Results is another one: of all "
+        "rows, without smoothing",
+        f"验证 BLEU：只用 {rows} 行，经过平滑；“评测结果”中的得分不同：用全部行，不平滑",
     )
 
 
@@ -588,7 +588,6 @@ def settings(page: Page, runs: list[RunFiles]) -> None:
 
 # -------------------------------------------------------------------- tables of labs.gpt
 
-
 # Heads of table.md, in Chinese.
 HEADS_IN_CHINESE = {
     "technique": "技术",
@@ -630,12 +629,8 @@ def comparison(page: Page, each: TableFiles) -> None:
         lines.append(cells)
     page.table([(title, HEADS_IN_CHINESE.get(title, title)) for title in head], lines)
     if above_peak:
-        page.note(
-            *(
-                f"{title}: {words}"
-                for title, words in zip(("of measured peak", "占实测峰值"), ABOVE_PEAK)
-            )
-        )
+        english, chinese = ABOVE_PEAK
+        page.note(f"of measured peak: {english}", f"占实测峰值：{chinese}")
     page.note(f"`{each.about}`")
     ratios(page, each)
     drawn: dict = {}
