@@ -67,10 +67,14 @@ class Page:
             return "—"
         return in_language(cell.text if isinstance(cell, Fact) else cell, self.language)
 
-    def as_html(self, cell: Words | Fact | None) -> str:
-        """The cell or text, escaped; `…` in a text of the program is code."""
-        # Names such as layers.norm may break after a point or a stroke.
-        escaped = re.sub(r"(?<=\w[./_])(?=[A-Za-z*])", "<wbr>", html.escape(self.text(cell)))
+    def as_html(self, cell: Words | Fact | None, breaks: bool = False) -> str:
+        """The cell or text, escaped; `…` in a text of the program is code.
+
+        With `breaks` names such as layers.norm may break after a point or a stroke.
+        """
+        escaped = html.escape(self.text(cell))
+        if breaks:
+            escaped = re.sub(r"(?<=\w[./_])(?=[A-Za-z*])", "<wbr>", escaped)
         if not isinstance(cell, Fact):
             return re.sub("`([^`]+)`", r"<code>\1</code>", escaped)
         shown = f"<code>{escaped}</code>" if cell.is_code else escaped
@@ -211,7 +215,7 @@ class Page:
         """The HTML of a table cell; a fact's source is shown under the mouse."""
         length = len(self.text(cell))
         kind = ' class="text"' if length > LONG else ' class="short"' if length <= SHORT else ""
-        return f"<{tag}{kind}>{self.as_html(cell)}</{tag}>"
+        return f"<{tag}{kind}>{self.as_html(cell, breaks=True)}</{tag}>"
 
     def figures(self, figures: dict[str, tuple[object, Words]], kind: str = "") -> None:
         """Numbered pictures: name of the file → figure and caption. `kind`: "" or "large".
