@@ -160,7 +160,7 @@ from engine.telemetry import progress_bar
 from loading import save_description
 from micro_batches import micro_batches_that_fit
 from model import PRESETS, ModelConfig, SummedLoss, Translator, sizes_of, training_flops
-from text.reading import sample_notice
+from text.reading import SAMPLE_NOTICE, find_text, is_sample
 from validation import Validation
 
 
@@ -375,7 +375,9 @@ def train(config: Config) -> Path:
         run.close(reason, state.step)
         if not interrupted:
             announce_results(run, config, state)
-        run.write_outcome(INTERRUPTED if interrupted else "finished", sample_notice(config.data))
+        text = find_text(config.data, config.source, config.target)
+        note = SAMPLE_NOTICE if is_sample(text) else ""
+        run.write_outcome(INTERRUPTED if interrupted else "finished", note)
         return run.folder
 
 
