@@ -695,7 +695,7 @@ ODD = [10**401, -1, 1e308, "x", [], {}, [[1]], None, True, {"a": 1}]
 
 @pytest.mark.parametrize("number", range(len(ODD)))
 def test_a_value_of_a_wrong_type_ends_in_no_error(run, without_drawing, number):
-    """Each value of each file in turn, all of one file at once: a note or a dash, never an error."""
+    """All values of one file at once: a note or a dash, never an error."""
     odd = ODD[number]
     for file in (f"{GREEDY}.json", "config.json", "data.json", "environment.json", "model.json"):
         whole = (run / file).read_text(encoding="utf-8")
