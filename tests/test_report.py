@@ -690,7 +690,7 @@ def test_the_flag_ckpt_names_a_run_as_its_first_word_does(run, without_drawing, 
 
 # -------------------------------------------------------------------- damages, other rows
 
-ODD = [10**401, -1, 1e308, "x", [], {}, [[1]], None, True, {"a": 1}]
+ODD = [10**401, "x", [], {"a": 1}, None]
 
 
 @pytest.mark.parametrize("number", range(len(ODD)))
