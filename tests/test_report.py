@@ -208,7 +208,7 @@ def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
         "environment.json#seconds#sum",
         "data.json#counts.read",
         "metrics.jsonl#cpu/memory_gib#max",
-        "metrics.jsonl#valid/bleu#max",
+        "metrics.jsonl#valid/perplexity#min",
         f"{GREEDY}.json#nltk",
         "metrics.jsonl#data/wait_share#median",
         "config.json#lr",

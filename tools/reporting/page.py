@@ -247,7 +247,7 @@ class Page:
     # ---------------------------------------------------------------- the files
 
     def finished(self) -> list[Block]:
-        """The cover, the list of contents, and all blocks, their sections numbered."""
+        """All blocks, their sections numbered, and before the first one the list of contents."""
         kept: list[Block] = []
         for block in reversed(self.blocks):
             next_level = kept[-1].level if kept else 1
@@ -268,8 +268,9 @@ class Page:
                 mark = "#" * block.level
                 block = Block(f"<{tag}>{block.html}</{tag}>", f"{mark} {block.markdown}\n")
             blocks.append(block)
+        first = next((n for n, block in enumerate(blocks) if "<h2" in block.html), len(blocks))
         contents = Block(f"<nav><ul>{''.join(items)}</ul></nav>", "".join(lines))
-        return [blocks[0], contents, *blocks[1:]]
+        return [*blocks[:first], contents, *blocks[first:]]
 
     def write(self) -> Path:
         """Write report.html, report.md and the pictures into the folder; returns the page."""

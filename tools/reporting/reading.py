@@ -465,7 +465,7 @@ def read_results(run: RunFiles) -> None:
             run.missing.append((f"{name}.json", scored, why))
     no_result = ("no result yet", "还没有评测结果")
     if run.is_translation and not run.results:
-        command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))}"
+        command = f"`python evaluate.py --ckpt {shlex.quote(str(run.folder))}`"
         run.missing.append(("eval/", no_result, ("this makes one", "评测的命令"), command))
     elif not run.results and not run.final_message():
         # A lab that has not ended; some labs make no result.
@@ -543,7 +543,7 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
         try:
             run.rows[name] = read_rows(run, name)
         except (UserError, OSError, KeyError) as error:
-            run.missing.append((DATA_SET, str(error), NO_TRANSLATIONS))
+            run.missing.append((DATA_SET, f"`{error}`", NO_TRANSLATIONS))
             run.rows[name] = []
     return run.rows[name]
 

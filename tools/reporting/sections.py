@@ -30,6 +30,7 @@ from tools.reporting.reading import (
 )
 from tools.reporting.words import Words
 
+FLAG = re.compile("--[a-z_]+")
 EXAMPLES = 3  # of the best, the middle and the worst translations each
 WIDEST = 20  # tokens of a sentence in a picture of attention, which fits the page
 PARAMETERS = ("train.log#parameters", "parameters", "参数量")
@@ -91,7 +92,6 @@ def cover(page: Page, runs: list[RunFiles]) -> None:
 def summary(page: Page, runs: list[RunFiles]) -> None:
     """How the runs ended, their best figures, and what could not be read."""
     page.heading("Summary", "概览")
-    first = "nltk" if any("nltk" in r for run in runs for r in run.results.values()) else ""
     rows = [
         (status, "status", "状态"),
         (RunFiles.seconds, "time", "总用时"),
@@ -108,8 +108,7 @@ def summary(page: Page, runs: list[RunFiles]) -> None:
         rows.append(
             ("eval/test.json#accuracy:.2%", "accuracy of the next word", "下一个词的准确率")
         )
-    if first:
-        rows.append((first_score, "BLEU, the handed-in score", "BLEU（要提交的得分）"))
+    rows.append((first_score, "BLEU, the handed-in score", "BLEU（要提交的得分）"))
     table(page, runs, rows)
     missing(page, runs)
 
@@ -212,10 +211,10 @@ REASONS_IN_CHINESE = {
     "held out": "划入验证集或测试集",
     "in validation or test": "有一边也在验证集或测试集中",
     "duplicate": "完全重复",
-    "too long": "超过 --max_length",
+    "too long": "超过 `--max_length`",
     "length ratio": "两边长度相差太大",
-    "unlike validation": "用词与验证集相差较大（--select）",
-    "short target": "译文偏短（--select）",
+    "unlike validation": "用词与验证集相差较大（`--select`）",
+    "short target": "译文偏短（`--select`）",
 }
 
 
@@ -230,6 +229,7 @@ def data(page: Page, runs: list[RunFiles]) -> None:
         ("data.json#counts.kept", "pairs kept", "保留句对"),
     ]
     for reason, english in REASONS.items():
+        english = FLAG.sub(r"`\g<0>`", english)
         rows.append((f"data.json#counts.{reason}", english, REASONS_IN_CHINESE[reason]))
     rows += [
         ("data.json#validation_rows", "validation rows", "验证集行数"),
@@ -500,7 +500,7 @@ def draw_attention(examples: Examples) -> dict[str, tuple[object, Words]]:
             average = run.results[examples.name].get("average", 1)
             trained = load_trained(run.scored(examples.name), average, log=lambda line: None)
         except UserError as error:
-            run.missing.append((CROSS_ATTENTION, str(error)))
+            run.missing.append((CROSS_ATTENTION, f"`{error}`"))
             continue
         tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         for number, rows in enumerate(examples.parts.values(), 1):
