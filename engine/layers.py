@@ -45,10 +45,10 @@ def save_layers(folder: Path, model: nn.Module, *inputs) -> None:
 def layers_of(model: nn.Module, *inputs) -> list[Layer]:
     """A row for each layer, in the order of `model(*inputs)`, which is computed once."""
     rows: list[Layer] = []
-    seen = set()
-    counted = set()
+    seen: set[nn.Module] = set()
+    counted: set[int] = set()
     hooks = []
-    parents = []  # names of modules that are one row
+    parents: list[str] = []  # names of modules that are one row
 
     def add(name: str, module: nn.Module) -> None:
         def record(module: nn.Module, arguments, output) -> None:
