@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 # Characters with a meaning, inside a line, in GitHub's Markdown and in TensorBoard's. Both know
 # these backslashes; only entities hide the others from both.
-ESCAPED = {character: f"\\{character}" for character in "\\`*_{}[]#"}
+ESCAPED: dict[str, str | int | None] = {character: f"\\{character}" for character in "\\`*_{}[]#"}
 ESCAPED |= {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "~": "&#126;", "$": "&#36;"}
 
 
