@@ -45,7 +45,7 @@ STEP: Words = ("step", "步")
 PANELS: dict[str, Words] = {
     "loss": ("loss (nats per token)", "损失（nat/词元）"),
     "perplexity": ("perplexity", "困惑度"),
-    "bleu": ("validation BLEU (smoothed, some rows)", "验证 BLEU（平滑，部分行）"),
+    "bleu": ("BLEU (smoothed, some rows)", "验证 BLEU（平滑，部分行）"),
     "accuracy": ("error rate (%)", "错误率（%）"),
     "learning_rate": ("learning rate", "学习率"),
     "gradient_norm": ("gradient norm", "梯度范数"),
