@@ -327,7 +327,7 @@ def test_the_evaluations_of_one_run_stand_side_by_side_greedy_first(run, without
     page = make(run)
     heads = [re.sub("<[^>]*>", "", row) for row in re.findall("<tr>(<th.*?)</tr>", page)]
     assert GREEDY + "".join(f"eval/{name}" for name in others) in heads
-    assert f"<h3>Translations</h3>\n<p><small>{GREEDY}" in page
+    assert f"<h3>Translations</h3>\n<p><small><code>{GREEDY}</code>" in page
 
 
 def test_compare_prints_the_paired_bootstrap(run, toy_data, capsys):
