@@ -20,6 +20,7 @@ class Config:
 
     # ClassVar, so that it is not a flag: the arguments that belong to no flag.
     runs: ClassVar[list[str]]
+    ckpt: str = flag("", "a run, as its first word", "Options")
     out: str = flag("", "folder of the report; report/ in the (first) run", "Options")
     language: str = flag("zh", "language of the page (zh|en)", "Options")
     compare: bool = flag(
@@ -36,16 +37,31 @@ if __name__ == "__main__":
 from tools.reporting import sections, written
 from tools.reporting.comparing import comparison_in_lines
 from tools.reporting.page import Page
-from tools.reporting.reading import newest_run, read_runs
+from tools.reporting.reading import newest_run, read_all
+
+TITLES = {
+    "translation": (
+        "Training a Transformer that translates",
+        "实验报告：训练 Transformer 翻译模型",
+    ),
+    "lenet": ("LeNet-5 on handwritten digits", "实验报告：用 LeNet-5 识别手写数字"),
+    "lightning": ("LeNet-5 with PyTorch Lightning", "实验报告：用 PyTorch Lightning 训练 LeNet-5"),
+    "wikitext": ("A language model on WikiText", "实验报告：在 WikiText 上训练语言模型"),
+    "gpt": ("Training a GPT in parallel", "实验报告：GPT 的并行训练"),
+    "pipeline": ("Pipeline parallelism", "实验报告：流水线并行"),
+    "attention_op": ("Attention by hand", "实验报告：手写注意力算子"),
+}
 
 
 def report(config: Config) -> None:
     """Read the runs, add the sections to the page in their order, write the page."""
     folders = config.runs
+    if config.ckpt:
+        folders = [config.ckpt, *folders]
     if not folders:
         folders = [str(newest_run())]
         print(f"no run given, using the newest: {folders[0]}")
-    runs = read_runs(folders)
+    runs, tables = read_all(folders)
     if config.compare:
         print(comparison_in_lines(runs))
         return
@@ -53,23 +69,34 @@ def report(config: Config) -> None:
     examples = sections.choose_examples(runs)
     attention = sections.draw_attention(examples)
 
+    rows = [run for table in tables for run in table.runs.values()]
+    kinds = {run.kind for run in [*runs, *rows]}
     title = ("Training report", "实验报告")
-    page = Page(title, config.language, config.out or runs[0].folder / "report")
-    sections.summary(page, runs)
-    written.process(page, runs)
-    sections.environment(page, runs)
-    sections.data(page, runs)
-    sections.model(page, runs)
+    if len(kinds) == 1:
+        title = TITLES.get(kinds.pop(), title)
+    folder = (runs or tables)[0].folder
+    page = Page(title, config.language, config.out or folder / "report")
+    sections.cover(page, runs)
+    if runs:
+        sections.summary(page, runs)
+    sections.environment(page, [*runs, *rows[:1]])
+    if runs:
+        sections.settings(page, runs)
+        sections.data(page, runs)
+        sections.model(page, runs)
+        sections.curves(page, runs)
+        sections.hardware(page, runs)
+        sections.speed(page, runs)
+        sections.results(page, runs)
+        sections.translations(page, examples)
+        sections.attention(page, attention)
+        sections.own_pictures(page, runs)
+    for table in tables:
+        sections.comparison(page, table)
+    sections.observations(page)
     written.positional_encoding(page, runs)
-    sections.curves(page, runs)
-    sections.hardware(page, runs)
-    sections.speed(page, runs)
-    sections.results(page, runs)
-    sections.translations(page, examples)
-    sections.attention(page, attention)
-    sections.own_pictures(page, runs)
-    written.sources(page, runs)
-    sections.settings(page, runs)
+    sections.conclusion(page)
+    written.sources(page, [*runs, *rows])
     print(f"written to {page.write()}; report.md and {len(page.pictures)} pictures lie beside it")
 
 

@@ -15,7 +15,7 @@ from engine.distributed import full_tensor, is_sharded
 from engine.meters import perplexity
 from engine.precision import Precision
 from engine.run import Run
-from engine.tables import markdown_table
+from engine.tables import markdown_table, plain
 from model import SummedLoss, Translator
 from text.bleu import corpus_bleu
 from text.selection import evenly_spaced
@@ -78,8 +78,9 @@ class Validation:
         curves = {"valid/loss": loss, "valid/perplexity": perplexity(loss), "valid/bleu": bleu}
         self.run.scalars(step, curves)
         samples = [("source", "translation", "reference")]
-        samples += [(source, text, target) for (source, target), text in zip(rows[:SAMPLES], texts)]
-        self.run.telemetry.text("samples", step, markdown_table(samples))
+        for (source, target), text in zip(rows[:SAMPLES], texts):
+            samples.append((plain(source), plain(text), plain(target)))
+        self.run.telemetry.text("valid/samples", step, markdown_table(samples))
         self.draw_attention(step, model, rows[0][0], texts[0])
         # Two lines, for a terminal of 80 columns.
         self.run.log(
@@ -95,7 +96,7 @@ class Validation:
         from tools.reporting.attention import attention_of, picture  # no part of the training
 
         attention = attention_of(model, self.tokenizers, source, translation)
-        self.run.telemetry.figure("cross-attention", step, picture(attention))
+        self.run.telemetry.figure("valid/cross-attention", step, picture(attention))
 
     @torch.inference_mode()
     def loss(self, model: Translator, batches: list[np.ndarray]) -> float:

@@ -1,10 +1,36 @@
-"""Tables in Markdown."""
+"""Tables in Markdown, and text that is no Markdown."""
 
+import re
 from collections.abc import Iterable, Sequence
+
+# Characters with a meaning, inside a line, in GitHub's Markdown and in TensorBoard's. Both know
+# these backslashes; only entities hide the others from both.
+ESCAPED: dict[str, str | int | None] = {character: f"\\{character}" for character in "\\`*_{}[]#"}
+ESCAPED |= {"&": "&amp;", "<": "&lt;", ">": "&gt;", "|": "&#124;", "~": "&#126;", "$": "&#36;"}
+
+
+class Markdown(str):
+    """Text that is Markdown already, and breaks no table."""
+
+
+def plain(text: str) -> Markdown:
+    """The text on one line, so that Markdown shows it as it is: `<pad>`, a * and a |, too."""
+    return Markdown(" ".join(text.split()).translate(str.maketrans(ESCAPED)))
+
+
+def code(text: str) -> Markdown:
+    """The text on one line as code, such as a flag: -- stays two hyphens."""
+    text = " ".join(text.split()).replace("|", "\\|")
+    # More backticks around it than it has in a row.
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return Markdown(f"{fence}{space}{text}{space}{fence}" if text else "")
 
 
 def as_cell(value) -> str:
     """Text that cannot break a table: one line, without special characters."""
+    if isinstance(value, Markdown):
+        return value
     return " ".join(str(value).split()).replace("\\", "\\\\").replace("|", "\\|")
 
 

@@ -18,6 +18,7 @@ import shutil
 import sys
 import textwrap
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,29 @@ from tqdm import tqdm
 
 from engine.config import NO_BREAK, changed_names, given_names
 from engine.errors import discard_output
+
+# TensorBoard sorts curves and pictures by the first part of their tags. What a run is judged by
+# comes first, then pictures of the model (w_), data, speed and results (x_), and the hardware (y_).
+FIRST = ("train", "valid", "test")
+HARDWARE = ("cpu", "gpu", "memory")
+# Several curves in one chart, on the page CUSTOM SCALARS; it shows those of its tags that exist.
+CHARTS = {
+    "loss": ["Multiline", [r"^(train|valid|test)/loss$"]],
+    "perplexity": ["Multiline", [r"^(train|valid|test)/perplexity$"]],
+    "accuracy": ["Multiline", [r"^(train|valid|test)/accuracy$"]],
+}
+# Groups of flags that change a result, for the page HPARAMS.
+SETTINGS_THAT_MATTER = ("Model", "Training")
+
+
+def tag_in_tensorboard(tag: str, is_picture: bool = False) -> str:
+    """The name under which TensorBoard shows a curve, a picture or a text: "cpu/…" → "y_cpu/…"."""
+    group = tag.partition("/")[0]
+    if group in FIRST:
+        return tag
+    if group in HARDWARE:
+        return f"y_{tag}"
+    return f"w_{tag}" if is_picture else f"x_{tag}"
 
 
 def is_main() -> bool:
@@ -55,6 +79,7 @@ class Telemetry:
         # second mark in a folder on, so a new run sets one too, at step 0.
         purge_step = 0 if resume_step is None else resume_step + 1
         self.writer = SummaryWriter(str(run), purge_step=purge_step)
+        self._try(lambda: self.writer.add_custom_scalars({"training and validation": CHARTS}))
         # Line-buffered, so that kill -9 loses at most the current line.
         self.metrics_file = open(run / "metrics.jsonl", "a", buffering=1, encoding="utf-8")
         self.length = os.stat(self.metrics_file.fileno()).st_size
@@ -76,7 +101,7 @@ class Telemetry:
             for tag, value in values.items():
                 value = float(value)
                 # Not add_scalars: it makes a folder for every curve, which purge_step cannot reach.
-                self.writer.add_scalar(tag, value, step, walltime=now)
+                self.writer.add_scalar(tag_in_tensorboard(tag), value, step, walltime=now)
                 record[tag] = value if math.isfinite(value) else None
             line = json.dumps(record) + "\n"  # ASCII: as many bytes as characters
             self.metrics_file.write(line)
@@ -94,15 +119,18 @@ class Telemetry:
 
     def text(self, tag: str, step: int, text: str) -> None:
         """Write a text (Markdown), such as sample translations."""
+        tag = tag_in_tensorboard(tag, is_picture=True)
         self._try(lambda: self.writer.add_text(tag, text, step))
 
     def figure(self, tag: str, step: int, figure) -> None:
         """Write a matplotlib figure and close it."""
+        tag = tag_in_tensorboard(tag, is_picture=True)
         self._try(lambda: self.writer.add_figure(tag, figure, step))
 
     def hyperparameters(self, config, results: dict[str, float | None]) -> None:
-        """Write the settings that the user chose, and the results, to TensorBoard's HPARAMS page.
+        """Write settings and results to TensorBoard's page HPARAMS.
 
+        The settings are those of the model and the training, the seed, and what the user chose.
         A result that is None is left out.
         """
         if self.writer is None:
@@ -110,12 +138,17 @@ class Telemetry:
         from torch.utils.tensorboard.summary import hparams
 
         known = {tag: value for tag, value in results.items() if value is not None}
-        chosen = given_names(config).union(changed_names(config))
-        settings = {name: getattr(config, name) for name in sorted(chosen)}
+        chosen = given_names(config).union(changed_names(config), {"seed"})
+        settings = {
+            field.name: getattr(config, field.name)
+            for field in fields(config)
+            if field.name in chosen or field.metadata.get("group") in SETTINGS_THAT_MATTER
+        }
+        shown = {tag_in_tensorboard(tag): value for tag, value in known.items()}
 
         def write() -> None:
             # Not SummaryWriter.add_hparams: it makes a second run folder for these records.
-            for summary in hparams(settings, known):
+            for summary in hparams(settings, shown):
                 self.writer.file_writer.add_summary(summary)
 
         self._try(write)

@@ -19,16 +19,22 @@ from matplotlib.font_manager import get_font
 import report as script
 from engine.errors import UserError
 from engine.meters import ProcessMeter
+from engine.optimizer import OPTIMIZERS
+from engine.schedule import SCHEDULES
+from engine.tables import code, plain
 from loading import load_trained
-from text.bleu import paired_bootstrap
+from text.bleu import FIGURES, paired_bootstrap
 from text.reading import fingerprint_of
-from tools.reporting import figures, fonts, sections, written
+from tools.reporting import figures, fonts, references, sections
 from tools.reporting.attention import END, group_characters, in_words, picture
 from tools.reporting.page import Page
-from tools.reporting.reading import RunFiles, read_run, read_runs, rows_of
+from tools.reporting.reading import RunFiles, newest_run, read_all, read_run, rows_of
 
 NUMBER = re.compile(r"-?[\d,]+(?:\.\d+)?(?:e[+-]\d+)?")
-WORDS_WITH_DIGITS = ["chrF2", "1-gram", "2-gram", "3-gram", "4-gram", "100 %", "95 %"]
+WORDS_WITH_DIGITS = ["chrF2", "below 4 tokens", "100 %", "95 %"]
+PAPERS = [value for value in vars(references).values() if isinstance(value, str)]
+PAPERS += [paper for each in (*OPTIMIZERS.values(), *SCHEDULES.values()) for paper in each.papers]
+LAYERS = re.compile(r'<div class="wide"><table><tr><th[^>]*>layer</th>.*?</table></div>')
 GREEDY = "eval/test-greedy"
 
 
@@ -82,18 +88,24 @@ def change_json(path: Path, **values) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
+# Numbers of sections and figures are no facts of a run.
+NO_FACTS = {"style", "nav", "h2", "figcaption", "summary"}
+
+
 class Reader(HTMLParser):
     """The facts of a page, its verbatim parts, and the text that is left."""
 
     def __init__(self, page: str):
         super().__init__()
         self.facts, self.verbatim, self.rest, self.open = [], [], [], []
-        self.feed(page)
+        self.feed(page.replace("<wbr>", ""))
 
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         if tag not in ("meta", "img"):
             self.open.append((tag, attributes))
+        if tag == "data":
+            self.facts.append((attributes["value"], attributes["title"], ""))
         assert tag not in ("script", "link", "iframe")
         assert not attributes.get("src", "data:").startswith(("http", "/"))
 
@@ -102,12 +114,14 @@ class Reader(HTMLParser):
 
     def handle_data(self, text):
         tag, attributes = self.open[-1] if self.open else ("", {})
+        tags = {held for held, _ in self.open}
         classes = [held.get("class") for _, held in self.open]
-        if tag == "data":
-            self.facts.append((attributes["value"], attributes["title"], text))
+        if "data" in tags:
+            value, source, beginning = self.facts[-1]
+            self.facts[-1] = (value, source, beginning + text)
         elif tag == "pre":
             self.verbatim.append((attributes["title"], text))
-        elif tag != "style" and "missing" not in classes:
+        elif not tags & NO_FACTS and "missing" not in classes:
             self.rest.append(text)
 
 
@@ -159,7 +173,7 @@ def shows(text: str, value) -> bool:
 def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
     page = make(run)
     assert "@font-face" in page
-    page = Reader(page)
+    page = Reader(LAYERS.sub("", page))
     lines = (toy_data / "test.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     hypotheses = (run / f"{GREEDY}.txt").read_text(encoding="utf-8").splitlines()
@@ -172,6 +186,10 @@ def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
             assert text in log and value in (text, text.replace(",", ""))
         elif source.startswith(f"a/{GREEDY}.txt"):
             assert text == hypotheses[int(value)] and source.endswith(f"#{value}")
+        elif source.endswith("#interval") or source.endswith("#precisions"):
+            expected = value_at(run.parent, source)
+            numbers = [float(number) for number in text.split(", ")]
+            assert value == str(expected) and numbers == pytest.approx(expected, abs=0.0501)
         else:
             if source.startswith("computed"):
                 expected = sentence_score(run, source, rows)
@@ -179,11 +197,11 @@ def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
                 expected = value_at(run.parent, source)
             same = value == str(expected) or float(value) == pytest.approx(expected, rel=1e-12)
             assert same and shows(text, expected), (source, text, expected)
-    texts = {"a/train.log": log, "model.py": (ROOT / "model.py").read_text(encoding="utf-8")}
+    texts = {"model.py": (ROOT / "model.py").read_text(encoding="utf-8")}
     for source, text in page.verbatim:
         assert all(line in texts[source] for line in text.splitlines())
     rest = " ".join(page.rest)
-    for words in [*WORDS_WITH_DIGITS, *written.PAPERS]:
+    for words in [*WORDS_WITH_DIGITS, *PAPERS]:
         rest = rest.replace(words, "")
     assert not re.search(r"\d", rest), re.search(r".{20}\d.{20}", rest)
     sources = {source for _, source, _ in page.facts}
@@ -192,7 +210,7 @@ def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
         "environment.json#seconds#sum",
         "data.json#counts.read",
         "metrics.jsonl#cpu/memory_gib#max",
-        "metrics.jsonl#valid/bleu#max",
+        "metrics.jsonl#valid/perplexity#min",
         f"{GREEDY}.json#nltk",
         "metrics.jsonl#data/wait_share#median",
         "config.json#lr",
@@ -200,7 +218,8 @@ def test_every_number_on_the_page_is_one_of_the_runs_files(run, toy_data):
         assert f"a/{needed}" in sources, needed
     # The same in Markdown, and a picture for every link.
     markdown = (run / "report" / "report.md").read_text(encoding="utf-8")
-    assert all(text.replace("|", "\\|") in markdown for _, _, text in page.facts)
+    for _, _, text in page.facts:
+        assert plain(text) in markdown or code(text) in markdown
     links = [link.replace("%20", " ") for link in re.findall(r"!\[.*?\]\((.*?)\)", markdown)]
     assert len(links) > 10 and "attention 3 a.png" in links
     assert all((run / "report" / link).stat().st_size > 1000 for link in links)
@@ -212,20 +231,25 @@ def test_all_parts_that_the_handout_wants_are_there_in_chinese(run, without_draw
     change_json(run / f"{GREEDY}.json", is_sample=True)
     page = make(run, language="zh")
     reader = Reader(page)
-    for heading in ("实验过程（简要）", "位置编码", "训练曲线", "评测结果", "参考资料与自己的理解"):
-        assert f"<h2>{heading}</h2>" in page
+    headings = re.findall("<h2 .*?>[0-9]+ (.*?)</h2>", page)
+    assert headings == [
+        "概览",
+        "实验设置",
+        "训练过程",
+        "评测结果",
+        "观察与分析",
+        "位置编码",
+        "结论",
+        "参考资料",
+    ]
     verbatim = dict(reader.verbatim)
     assert verbatim["a/nvidia-smi.txt"] == gpu
     assert verbatim["model.py"].startswith("def sinusoids(")
-    assert verbatim["a/train.log"].startswith("Translator(\n")  # print(model)
-    headings = re.findall("<h2>(.*?)</h2>", page)
-    assert headings.index("硬件使用情况") == headings.index("训练曲线") + 1  # with nvidia-smi
-    assert page.count('<p class="missing">✎') == 3 and page.count("✎ 待写") >= 8
-    assert "自带样例，不是 WMT19" in page
-    words = re.findall(r"<(?:h\d|small|th|p)(?: [^>]*)?>([^<]*)</", page)
-    words += re.findall('<ul class="">(.*?)</ul>', page)
-    for word in set(words) - written.PAPERS.keys():
-        assert not re.search("[a-z]{3} [a-z]{3}", word), f"not translated: {word}"
+    assert page.count('<p class="missing">✎') == 5  # in words
+    assert page.count('<span class="missing">✎</span>') == 4  # name, number, course, date
+    assert "自带样例，不是 WMT19" in page and "正常结束" in page
+    for text in {*reader.rest} - {*PAPERS, "greedy"}:
+        assert not re.search("[a-z]{3} [a-z]{3}", text), f"not translated: {text}"
 
 
 def test_a_gpu_run_without_nvidia_smi_asks_for_it_and_other_data_are_not_the_sample(
@@ -282,17 +306,18 @@ def test_a_report_of_two_runs_and_a_lab(run, without_drawing):
     (other / f"{GREEDY}.txt").write_text("".join(f"{line} one\n" for line in lines))
     change_json(other / "config.json", lr=0.02)
     page = make(run, other)
-    marked = re.findall("<tr class=mark><th>(.*?)</th>", page)
-    assert set(marked) - {"--run"} == {"--lr"}
-    assert "<th>b</th>" in page
+    marked = re.findall("<tr class=mark><th[^>]*><code>(.*?)</code></th>", page)
+    assert marked == ["--lr"]
+    assert '<th class="short">b</th>' in page
     lab.mkdir()
     (lab / "config.json").write_text('{"variant": "relu"}')
     page = make(lab, run, other)
-    assert "<h2>Translations</h2>" in page and "<h2>Cross-attention</h2>" in page
+    assert "<h3>Translations</h3>" in page and "<h3>Cross-attention</h3>" in page
     assert "· data set ·" not in page
     same_name = shutil.copytree(run, run.parent / "c" / "a", symlinks=True)
     page = make(run, same_name)
-    assert f"<th>{run}</th>" in page and f"<th>{same_name}</th>" in page
+    shown = page.replace("<wbr>", "")
+    assert f'<th class="text">{run}</th>' in shown and f'<th class="text">{same_name}</th>' in shown
 
 
 def test_the_evaluations_of_one_run_stand_side_by_side_greedy_first(run, without_drawing):
@@ -302,9 +327,9 @@ def test_the_evaluations_of_one_run_stand_side_by_side_greedy_first(run, without
         for name in others:
             shutil.copy(run / f"{GREEDY}.{end}", run / f"eval/{name}.{end}")
     page = make(run)
-    head = "".join(f"<th>eval/{name}</th>" for name in others)
-    assert f"<tr><th></th><th>{GREEDY}</th>{head}</tr>" in page
-    assert f"<h2>Translations</h2>\n<h3>{GREEDY}</h3>" in page
+    heads = [re.sub("<[^>]*>", "", row) for row in re.findall("<tr>(<th.*?)</tr>", page)]
+    assert GREEDY + "".join(f"eval/{name}" for name in others) in heads
+    assert f"<h3>Translations</h3>\n<p><small><code>{GREEDY}</code>" in page
 
 
 def test_compare_prints_the_paired_bootstrap(run, toy_data, capsys):
@@ -471,7 +496,7 @@ DAMAGES = [
             lambda run: (run / "metrics.jsonl").write_text('{"valid/loss": 1}\n'),
             "1 · damaged lines",
         ),
-        (lambda run: (run / "environment.json").write_text('["x"]'), "Environment"),
+        (lambda run: (run / "environment.json").write_text('["x"]'), "2 Setup</h2>"),
     ],
     [
         (lambda run: (run / "metrics.jsonl").write_text(LOST_RECORDS), "1 · damaged lines"),
@@ -493,22 +518,9 @@ def test_a_damaged_run_gives_a_report_that_says_so(run, damages, without_drawing
     for spoil, _ in damages:
         spoil(run)
     page = make(run)
-    assert "<h2>Summary</h2>" in page
+    assert "1 Summary</h2>" in page
     for _, words in damages:
         assert words in page
-
-
-def test_what_a_student_wrote_is_kept(run, without_drawing, capsys):
-    folder = run / "report"
-    for words in ("", "my own words", ""):
-        make(run)
-        with (folder / "report.md").open("a", encoding="utf-8") as file:
-            file.write(words)
-    make(run)
-    (kept,) = folder.glob("report-*.md")
-    assert kept.read_text(encoding="utf-8").endswith("my own words")
-    assert "my own words" not in (folder / "report.md").read_text(encoding="utf-8")
-    assert f"it is now {kept}" in capsys.readouterr().out
 
 
 def test_other_positions_are_not_taken_for_sinusoids(run, without_drawing, monkeypatch):
@@ -525,12 +537,12 @@ def test_data_that_is_gone(run, without_drawing):
     change_json(run / f"{GREEDY}.json", data=str(run / "gone"))
     page = make(run)
     assert "gone is not on this disk" in page and "BLEU (nltk)" in page
-    assert "<h2>Translations</h2>" not in page
+    assert "<h3>Translations</h3>" not in page
     for end in ("json", "txt"):  # evaluated again, with data in another place
         shutil.copy(run / f"{GREEDY}.{end}", run / f"eval/test-greedy-data-1.{end}")
     data = json.loads((run / "config.json").read_text())["data"]
     change_json(run / "eval/test-greedy-data-1.json", data=data)
-    assert "<h2>Translations</h2>" in make(run)
+    assert "<h3>Translations</h3>" in make(run)
     compare(run)
 
 
@@ -558,7 +570,7 @@ def test_a_folder_that_is_no_run_or_no_place_for_a_report_is_one_line(run, tmp_p
     with pytest.raises(UserError, match="is no run"):
         make(tmp_path / "empty")
     with pytest.raises(UserError, match="is named twice; name every run once"):
-        read_runs([run, tmp_path / "empty" / ".." / run.relative_to(tmp_path)])
+        read_all([run, tmp_path / "empty" / ".." / run.relative_to(tmp_path)])
     with pytest.raises(UserError, match="a is a run itself; name a folder of its own by --out DIR"):
         Page(("title", "标题"), "en", run)
 
@@ -568,6 +580,7 @@ def test_a_labs_run(tmp_path, without_drawing):
     run = tmp_path / "lenet"
     (run / "eval").mkdir(parents=True)
     (run / "config.json").write_text('{"variant": "relu", "data": "mnist"}')
+    (run / "environment.json").write_text('[{"kind": "lenet", "processes": 1}]')
     result = {"accuracy": 0.99, "places": 124439808, "confusion": [[1, 2]]}
     (run / "eval" / "test.json").write_text(json.dumps(result))
     (run / "eval" / "filters.png").write_bytes(b"PNG" * 400)
@@ -588,10 +601,12 @@ def test_a_labs_run(tmp_path, without_drawing):
     assert ("0.5", "lenet/metrics.jsonl#valid/loss#min", "0.5") in facts
     # The last accuracy, not the best on the test set.
     assert ("0.99", "lenet/metrics.jsonl#test/accuracy#last", "99.00%") in facts
+    assert ("0.99", "lenet/metrics.jsonl#test/accuracy#last", "1.00%") in facts  # as its curve
+    assert "next word" not in page
     for words in ("124,439,808", "61,706", "Conv2d(1, 6)", "mean GPU power (W)"):
         assert words in page
-    assert "<h2>Pictures of the run</h2>" in page and "confusion" not in page
-    assert "<h2>Positional encoding</h2>" not in page
+    assert "<h3>Pictures of the run</h3>" in page and "confusion" not in page
+    assert "Positional encoding" not in page
     assert 'alt="lenet filters"' in page and "FLOPs utilisation" not in page
     assert "speed/model_flops_utilisation · above 100 %" in page
     files = read_run(run)
@@ -607,10 +622,174 @@ def test_a_labs_run(tmp_path, without_drawing):
 
 def test_what_a_run_writes_for_its_report(trained):
     (session,) = json.loads((trained / "environment.json").read_text())
-    assert session["command"].startswith("python train.py --data ")
+    assert re.match(r"python \S*train\.py --data ", session["command"])
     assert session["seconds"] > 0 and session["gpu"] is None and session["cpu"]
     data = json.loads((trained / "data.json").read_text())
     for side in ("source", "target"):
         counts = data["lengths"][side]
         assert sum(n * count for n, count in enumerate(counts)) == data["tokens"][side]
         assert sum(counts) == data["counts"]["kept"]
+
+
+# -------------------------------------------------------------------- what a reader must know first
+
+
+@pytest.mark.parametrize("ending", ["stopped after step 30: interrupted", ""])
+def test_an_interrupted_or_killed_run_says_so_in_red_at_the_top(run, without_drawing, ending):
+    log = (run / "train.log").read_text(encoding="utf-8")
+    assert "stopped after step 30: finished" in log
+    assert 'class="warning"' not in make(run)
+    lines = [line for line in log.splitlines() if "stopped after" not in line]
+    if ending:
+        lines.append(f"2026-01-01 00:00:00 {ending}")
+    (run / "train.log").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    page = make(run)
+    assert page.index('<p class="warning">a was interrupted') < page.index("<h2")
+    assert "> **a was interrupted" in (run / "report/report.md").read_text(encoding="utf-8")
+    assert "中断了" in make(run, language="zh")
+
+
+def test_settings_at_their_defaults_are_folded(run, without_drawing):
+    page = make(run)
+    shown, _, folded = page.partition("<details>")
+    folded = folded.partition("</details>")[0]
+    for name, is_shown in (("max_steps", True), ("lr", True), ("clip", False), ("patience", False)):
+        flag = f"<code>--{name}</code>"
+        assert (flag in shown) == is_shown and (flag in folded) == (not is_shown), name
+
+
+def test_the_curve_of_bleu_is_not_the_score(run, without_drawing):
+    (caption,) = re.findall("<figcaption>(.*?BLEU.*?)</figcaption>", make(run))
+    assert "validation BLEU of 100 rows, smoothed" in caption
+    assert "all rows, without smoothing" in caption
+
+
+def test_the_layers_have_as_many_parameters_as_the_log_says(run):
+    files = read_run(run)
+    logged = files.look_up("train.log#parameters").value
+    assert sum(layer.parameters for layer in files.layers) == logged
+    saved = [{"name": "own", "type": "Own", "shape": [2], "count": 1, "parameters": 7}]
+    (run / "layers.json").write_text(json.dumps(saved))
+    assert [layer.name for layer in read_run(run).layers] == ["own"]
+    (run / "layers.json").write_text('[{"name": 1}]')
+    files = read_run(run)
+    assert not files.layers and any("damaged" in str(note) for note in files.missing)
+
+
+def test_every_figure_of_the_score_file_is_on_the_page(run, without_drawing):
+    page = make(run)
+    for each in FIGURES:
+        assert f'title="a/{GREEDY}.json#{each.name}"' in page, each.name
+
+
+def test_the_flag_ckpt_names_a_run_as_its_first_word_does(run, without_drawing, capsys):
+    config = script.Config(ckpt=str(run), out=str(run / "report"), language="en")
+    config.runs = []
+    script.report(config)
+    assert "no run given" not in capsys.readouterr().out
+    assert "1 Summary</h2>" in (run / "report/report.html").read_text(encoding="utf-8")
+
+
+# -------------------------------------------------------------------- damages, other rows
+
+ODD = [10**401, "x", [], {"a": 1}, None]
+
+
+@pytest.mark.parametrize("number", range(len(ODD)))
+def test_a_value_of_a_wrong_type_ends_in_no_error(run, without_drawing, number):
+    """All values of one file at once: a note or a dash, never an error."""
+    odd = ODD[number]
+    for file in (f"{GREEDY}.json", "config.json", "data.json", "environment.json", "model.json"):
+        whole = (run / file).read_text(encoding="utf-8")
+        content = json.loads(whole)
+        damaged = dict.fromkeys(content[0] if isinstance(content, list) else content, odd)
+        (run / file).write_text(json.dumps([damaged] if isinstance(content, list) else damaged))
+        assert "1 Summary</h2>" in make(run)
+        (run / file).write_text(whole)
+    with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": odd, "time": odd}) + "\n")
+        file.write(json.dumps({"step": 31, "train/loss": odd, "valid/bleu": odd}) + "\n")
+    with open(run / "train.log", "a", encoding="utf-8") as file:
+        file.write(f"2026-01-01 00:00:00 stopped after step {'9' * 5000}: finished\n")
+    make(run)
+
+
+@pytest.mark.parametrize(
+    "key, odd", [("decoding", 5), ("checkpoint", []), ("rows", {}), ("data", 3)]
+)
+def test_a_score_with_a_wrong_type_is_noted_or_shown(run, without_drawing, key, odd):
+    change_json(run / f"{GREEDY}.json", **{key: odd})
+    page = make(run)
+    assert ("test-greedy.json · damaged" in page) == (key != "decoding")
+    with pytest.raises(UserError):
+        compare(run)
+
+
+def test_runs_that_were_scored_on_other_rows_are_not_compared(run, toy_data, tmp_path):
+    """As many rows, the same name of the result, both data sets are there: still not comparable."""
+    other = copy_of(run, "b")
+    lines = (toy_data / "test.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [tuple(json.loads(line).values()) for line in lines][::-1]
+    data = write_pairs(tmp_path / "other", rows, {"train": slice(50), "test": slice(None)})
+    change_json(other / f"{GREEDY}.json", data=str(data), rows=fingerprint_of(rows))
+    assert rows_of(read_run(other), GREEDY) == rows
+    with pytest.raises(UserError, match="no translations of the same rows"):
+        compare(run, other)
+
+
+# -------------------------------------------------------------------- tables, Lightning
+
+
+def write_table(folder: Path, shares: list[float]) -> Path:
+    """A table of labs.gpt with a run for its first row."""
+    rows, outcomes = [], []
+    for number, share in enumerate(shares, 1):
+        rows.append(f"| row {number}<br>`--flag {number}` | 1 | {share:.1%} | {number}.00 GiB |")
+        figures_of_row = {"share_of_peak": share, "tokens_per_second": 100.0 * number}
+        outcomes.append({"parameters": 9, "peak_gib": [0.1, float(number)], **figures_of_row})
+    head = "| technique | processes | of measured peak | memory a rank |\n|---|---|---|---|\n"
+    run = folder / "row-0"
+    run.mkdir(parents=True)
+    (run / "config.json").write_text('{"data": "random"}')
+    (run / "environment.json").write_text('[{"kind": "gpt", "processes": 1}]')
+    (run / "metrics.jsonl").write_text('{"step": 1, "train/loss": 6}\n{"step": 2, "train/loss": 5}')
+    (run / "train.log").write_text("2026-01-01 00:00:00 stopped after step 2: finished\n")
+    (folder / "table.md").write_text(head + "\n".join(rows) + "\n\nabout all rows\n")
+    (folder / "table.json").write_text(json.dumps(outcomes))
+    return folder
+
+
+def test_a_table_has_its_cells_ratios_losses_and_sources(tmp_path, monkeypatch, without_drawing):
+    drawn = []
+    monkeypatch.setattr(figures, "curves", lambda runs, *_: drawn.append(runs) or b"")
+    folder = write_table(tmp_path / "compare", [0.5, 4.58])
+    page = make(folder)
+    cells = [re.sub("<[^>]*>", "", cell) for cell in re.findall("<t[dh][^>]*>(.*?)</t[dh]>", page)]
+    assert "row 1 --flag 1" in cells and "50.0%" in cells and "2.00 GiB" in cells
+    assert "458.0%" not in page and "above 100 %" in page
+    assert cells.count("2.00 ×") == 2 and cells.count("1.00 ×") == 2  # speed and memory
+    assert [[run.name for run in runs] for runs in drawn] == [["row 1 · 1"]]
+    assert references.GPT2 in page and "about all rows" in page
+    (folder / "table.json").write_text("[]")
+    with pytest.raises(UserError, match="has no table that can be read"):
+        make(folder)
+
+
+def test_a_run_of_lightning_has_its_curves(tmp_path, monkeypatch, without_drawing):
+    from torch.utils.tensorboard import SummaryWriter
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs/lightning/version_0"
+    with SummaryWriter(str(folder)) as writer:
+        for step in (50, 100):
+            writer.add_scalar("train/loss", 50 / step, step)
+        writer.add_scalar("test/accuracy", 0.75, 100)
+        writer.add_scalar("epoch", 0, 100)
+    (folder / "hparams.yaml").write_text("{}\n")
+    assert newest_run() == Path("runs/lightning/version_0")
+    files = read_run(folder)
+    assert files.series("train/loss") == ([50, 100], [1.0, 0.5]) and not files.missing
+    assert list(figures.panels_of([files])) == ["loss", "accuracy"]
+    page = make(folder)
+    assert "LeNet-5 with PyTorch Lightning" in page and references.LIGHTNING in page
+    assert 'class="warning"' not in page

@@ -818,10 +818,13 @@ def test_what_a_run_leaves(toy_data, here, monkeypatch):
     assert "--shard" not in log_of(here)  # nobody asked
     assert "Translator(" in log_of(here)
     tags = EventAccumulator(str(here)).Reload().Tags()
-    others = "train/perplexity speed/tokens_per_second speed/model_flops_utilisation"
-    others += " data/padding_share data/wait_share memory/peak_gib valid/perplexity valid/bleu"
+    others = "train/perplexity x_speed/tokens_per_second x_speed/model_flops_utilisation"
+    others += (
+        " x_data/padding_share x_data/wait_share y_memory/peak_gib valid/perplexity valid/bleu"
+    )
     assert {*CURVES, *others.split()} <= set(tags["scalars"])
-    assert tags["images"] == ["cross-attention"] and "samples/text_summary" in tags["tensors"]
+    assert tags["images"] == ["valid/cross-attention"]
+    assert "valid/samples/text_summary" in tags["tensors"]
     assert "_hparams_/experiment" in EventAccumulator(str(here)).Reload().summary_metadata
     ((step, best),) = records(here, "result/best_validation_loss").items()
     losses, scores = records(here, "valid/loss"), records(here, "valid/bleu")

@@ -102,6 +102,7 @@ import torch
 import fast
 from engine import distributed, schedule
 from engine.files import as_json, atomic_write
+from engine.layers import save_layers
 from engine.memory import GIB
 from engine.meters import perplexity
 from engine.precision import Precision, choose_precision
@@ -178,6 +179,11 @@ def train(config: Config) -> Path | None:
             precision.scaler.scale(torch.zeros(()))
         grid = " × ".join(f"{side} {size}" for side, size in layout.grid.items())
         log(f"a block: {next(iter(layout.model.h.values()))}")
+        if world.is_main:
+            with torch.device("meta"):  # without memory for the weights
+                whole = complete_model(replace(config, recompute=False), sizes)
+            tokens, _ = data.batch("train", 0)
+            save_layers(run.folder, whole, tokens[:1].to("meta"))
         log(
             f"model: {config.model}, {sizes.parameters:,} parameters, "
             f"{sizes.flops_per_token():,.0f} FLOPs a training token; "

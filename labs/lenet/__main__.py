@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
 from engine.files import as_json, atomic_write
+from engine.layers import save_layers
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.lenet import pictures
 from labs.lenet.mnist import DIGITS, DRAWN_NOTE, HOW_TO_GET, Digits, find_folder, training_batches
@@ -119,6 +120,9 @@ def train(config: Config) -> Path:
         on_gpu = device.type == "cuda"
         log(f"device: {device}, fp32{', convolutions in TF32 where it has that' if on_gpu else ''}")
         log(str(model))
+        if world.is_main:
+            image, _ = tests[0]
+            save_layers(run.folder, model, image[None])
         log(
             f"LeNet-5: {parameter_count:,} parameters, "
             f"{flops:,} FLOPs a training image (forward and backward)"

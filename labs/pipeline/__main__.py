@@ -129,6 +129,7 @@ from pathlib import Path
 import torch
 
 from engine import checkpoint, distributed
+from engine.layers import save_layers
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.pipeline.data import batch_of_step, load
 from labs.pipeline.report import report
@@ -153,6 +154,9 @@ def train(config: Config) -> Path:
         model = LanguageModel(vocabulary, config.length, config)
         run.restore(model)
         log(str(model))
+        if world.is_main:
+            tokens, _ = batch_of_step(sequences, 1, config.batch_size, config.seed)
+            save_layers(run.folder, model, tokens[:1])
         log(
             f"data: {len(sequences):,} sequences of {config.length} tokens, vocabulary {vocabulary}"
         )

@@ -27,6 +27,7 @@ from torch import Tensor
 from engine import checkpoint
 from engine.config import fill_in, flag, parse_flags
 from engine.errors import UserError, run_script
+from engine.layers import save_layers
 from engine.meters import perplexity
 from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
@@ -208,6 +209,8 @@ def train(config: Config) -> Path:
         run.record_start(config, precision)
         if world.is_main:
             vocabulary.save(run.folder)
+            segment = text.ids["train"][None, : model.causal_mask.size(0)]  # (1, S)
+            save_layers(run.folder, model, segment, torch.ones_like(segment, dtype=torch.bool))
         for line in (*text.notes, precision.describe(), str(model)):
             log(line)
         log(

@@ -2,11 +2,11 @@
 
 import importlib
 import json
+import re
 import sys
 import time
-from dataclasses import make_dataclass
+from dataclasses import dataclass
 
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import (
     EventAccumulator as PageAccumulator,
@@ -15,6 +15,7 @@ from tensorboard.summary.writer import event_file_writer
 from tensorboard.util import tensor_util
 
 from engine import telemetry as tm
+from engine.config import flag
 
 # TensorBoard reads event files by name, "…SECONDS.HOST.PROCESS.NUMBER". Here starts may share a
 # second: 9 comes after 10.
@@ -46,7 +47,7 @@ LENGTHS = {0: 0}  # step → length of metrics.jsonl after it, as its checkpoint
 def write(run, steps, resume_step=None, value=1.0) -> tm.Telemetry:
     telemetry = tm.Telemetry(run, resume_step, LENGTHS.get(resume_step, 0))
     for step in steps:
-        telemetry.scalars(step, {"loss/train": value * step, "speed/tokens_per_second": 5})
+        telemetry.scalars(step, {"train/loss": value * step, "speed/tokens_per_second": 5})
         LENGTHS[step] = telemetry.sync()
     return telemetry
 
@@ -59,17 +60,17 @@ def test_a_resumed_run_leaves_one_curve_in_both_files(tmp_path):
     killed.scalars(
         6, {f"tag {number}": number for number in range(1000)}
     )  # a line longer than any buffer
-    killed.scalars(7, {"loss/train": 7.0})
+    killed.scalars(7, {"train/loss": 7.0})
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
     write(tmp_path, range(4, 9), resume_step=3, value=2.0)
     resumed_once = [(1, 1.0), (2, 2.0), (3, 3.0)] + [(step, 2.0 * step) for step in range(4, 9)]
-    assert curve(tmp_path, "loss/train") == resumed_once
+    assert curve(tmp_path, "train/loss") == resumed_once
     write(tmp_path, range(3, 6), resume_step=2, value=3.0).close()
     expected = [(1, 1.0), (2, 2.0), (3, 9.0), (4, 12.0), (5, 15.0)]
-    assert curve(tmp_path, "loss/train") == expected
-    assert [(record["step"], record["loss/train"]) for record in records(tmp_path)] == expected
+    assert curve(tmp_path, "train/loss") == expected
+    assert [(record["step"], record["train/loss"]) for record in records(tmp_path)] == expected
     write(tmp_path, [1], resume_step=0).close()  # from the start
-    assert curve(tmp_path, "loss/train") == [(1, 1.0)] and [
+    assert curve(tmp_path, "train/loss") == [(1, 1.0)] and [
         record["step"] for record in records(tmp_path)
     ] == [1]
     assert not list(tmp_path.glob("*.tmp"))
@@ -97,7 +98,7 @@ def test_torn_ends_of_both_files_are_dropped(tmp_path):
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
     # Of the torn event file the last record is lost (here a value of step 5), and the new file is
     # read all the same.
-    assert [step for step, _ in curve(tmp_path, "loss/train")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [step for step, _ in curve(tmp_path, "train/loss")] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_another_rank_is_silent_and_creates_nothing(tmp_path, capfd, monkeypatch):
@@ -114,40 +115,72 @@ def test_another_rank_is_silent_and_creates_nothing(tmp_path, capfd, monkeypatch
     assert list(tmp_path.iterdir()) == [] and capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "values, given, shown",
-    [
-        (
-            (0.2, 6, True),
-            {"layers"},
-            {"lr": 0.2, "layers": 6, "tied": 1},
-        ),  # not as by default, or typed
-        ((0.3, 6, False), None, {"lr": 0.3}),  # settings made in Python
-    ],
-)
-def test_hyperparameters(tmp_path, values, given, shown):
-    config = make_dataclass(
-        "Config", [("lr", float, 0.1), ("layers", int, 6), ("tied", bool, False)]
-    )(*values)
-    if given:
-        config.given = given
+@dataclass
+class Config:
+    lr: float = flag(0.1, "", "Training")
+    layers: int = flag(6, "", "Model")
+    data: str = flag("", "", "Data")
+    workers: int = flag(0, "", "Data")
+    device: str = flag("auto", "", "Run")
+    seed: int = flag(1, "", "Run")
+
+
+def test_hyperparameters_are_those_that_matter_the_seed_and_what_the_user_chose(tmp_path):
+    """Also at their defaults: two runs can be compared in every column."""
     telemetry = write(tmp_path, [5])
-    telemetry.hyperparameters(config, {"hparam/bleu": 30.0})
+    telemetry.hyperparameters(Config(data="corpus"), {"result/bleu": 30.0, "result/none": None})
     telemetry.close()
-    telemetry.scalars(6, {"hparam/bleu": 1.0})  # after close: nothing, no error
-    assert (
-        all(path.is_file() for path in tmp_path.iterdir())
-        and len(list(tmp_path.glob("events.*"))) == 1
-    )
-    assert curve(tmp_path, "hparam/bleu") == [(5, 30.0)]
+    telemetry.scalars(6, {"result/bleu": 1.0})  # after close: nothing, no error
+    assert all(path.is_file() for path in tmp_path.iterdir())
+    assert len(list(tmp_path.glob("events.*"))) == 1
+    assert curve(tmp_path, "x_result/bleu") == [(5, 30.0)]
     hparams = importlib.import_module("tensorboard.plugins.hparams.plugin_data_pb2")
-    content = (
-        EventAccumulator(str(tmp_path)).Reload().SummaryMetadata("_hparams_/session_start_info")
-    )
-    settings = hparams.HParamsPluginData.FromString(
-        content.plugin_data.content
-    ).session_start_info.hparams
-    assert {name: value.number_value for name, value in settings.items()} == shown
+
+    def content(tag: str):
+        events = EventAccumulator(str(tmp_path)).Reload()
+        data = events.SummaryMetadata(f"_hparams_/{tag}").plugin_data.content
+        return hparams.HParamsPluginData.FromString(data)
+
+    settings = content("session_start_info").session_start_info.hparams
+    shown = {name: value.number_value or value.string_value for name, value in settings.items()}
+    assert shown == {"lr": 0.1, "layers": 6, "data": "corpus", "seed": 1}
+    metrics = content("experiment").experiment.metric_infos
+    assert [metric.name.tag for metric in metrics] == ["x_result/bleu"]
+
+
+def test_tensorboard_shows_training_and_validation_first_and_the_hardware_last(tmp_path):
+    """It sorts by the first part of a tag."""
+    telemetry = tm.Telemetry(tmp_path)
+    curves = "speed/tokens_per_second cpu/memory_gib data/wait_share gpu/power_watt memory/peak_gib"
+    telemetry.scalars(1, dict.fromkeys(["valid/loss", "train/loss", *curves.split()], 1.0))
+    from matplotlib.figure import Figure
+
+    for tag in ("filters", "valid/cross-attention"):
+        telemetry.figure(tag, 1, Figure(figsize=(1, 1)))
+    telemetry.text("valid/samples", 1, "text")
+    telemetry.close()
+    tags = EventAccumulator(str(tmp_path)).Reload().Tags()
+    groups = sorted({tag.partition("/")[0] for tag in tags["scalars"] + tags["images"]})
+    assert groups == "train valid w_filters x_data x_speed y_cpu y_gpu y_memory".split()
+    assert "valid/cross-attention" in tags["images"]
+    assert "valid/samples/text_summary" in tags["tensors"]
+    # The file that the report reads keeps the plain names.
+    (record,) = records(tmp_path)
+    assert "cpu/memory_gib" in record and "y_cpu/memory_gib" not in record
+
+
+def test_training_and_validation_loss_are_in_one_chart(tmp_path):
+    write(tmp_path, [1]).close()
+    write(tmp_path, [3], resume_step=2).close()  # a resumed run has the chart, too
+    layout_pb2 = importlib.import_module("tensorboard.plugins.custom_scalar.layout_pb2")
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (event, *_) = events.Tensors("custom_scalars__config__")
+    (text,) = tensor_util.make_ndarray(event.tensor_proto).flatten()
+    layout = layout_pb2.Layout.FromString(text)
+    (loss,) = [c for category in layout.category for c in category.chart if c.title == "loss"]
+    (pattern,) = loss.multiline.tag
+    shown = [tag for tag in ("train/loss", "valid/loss", "test/loss", "train/smoothed_loss")]
+    assert [tag for tag in shown if re.match(pattern, tag)] == shown[:3]
 
 
 def test_a_curve_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, capsys):

@@ -488,9 +488,9 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     assert not (folder / "checkpoints/.tmp-sharded-41").exists()
     flops = sizes_of(config_of(**text)).flops_per_token()
     page = report_of(folder)
-    assert f'FLOPs of a training token</th><td><data value="{flops:.0f}"' in page
+    assert f'FLOPs of a training token</dt><dd><data value="{flops:.0f}"' in page
     assert "Radford et al. 2019" in page and "Shoeybi" not in page
-    assert 'peak learning rate</th><td><data value="0.003"' in page  # the preset's
+    assert '<code>--lr</code></dt><dd><data value="0.003"' in page  # the preset's
 
 
 def test_a_run_interrupted_before_its_validation_makes_up_for_it(tmp_path, monkeypatch):

@@ -195,9 +195,9 @@ def test_learns_and_writes_all_down(data, whole_run, report_of):
     names = {path.stem for path in (run / "eval").glob("*.png")}
     assert names == {"filters", "feature-maps", "confusion"}
     page = report_of(run)
-    assert "(c1): Sequential(" in page and f">{result['errors']}</data>" in page
+    assert "<code>Conv2d</code>" in page and f">{result['errors']}</data>" in page
     assert "LeCun et al. 1998" in page and "Radford" not in page
-    assert 'FLOPs of a training image</th><td><data value="2263920"' in page
+    assert 'FLOPs of a training image</dt><dd><data value="2263920"' in page
 
 
 def test_a_stopped_run_ends_as_the_whole_one(data, whole_run, monkeypatch):

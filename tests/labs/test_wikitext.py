@@ -440,12 +440,12 @@ def test_the_handouts_preset_writes_all_down(lab, tmp_path, report_of):
     wanted = {"train/smoothed_loss", "train/loss", "valid/perplexity", "sampler/weight"}
     assert wanted <= {name for line in figures(run) for name in line}
     page = report_of(run)
-    assert "(encoder): TransformerEncoder(" in page and f'value="{scores["perplexity"]}"' in page
+    assert "<code>MultiheadAttention</code>" in page and f'value="{scores["perplexity"]}"' in page
     assert "Pennington et al. 2014" in page and "data key" not in page
     matrices = [weight for name, weight in before.items() if name != "positions"]
     products = sum(weight.numel() for weight in matrices if weight.dim() == 2)
     products += 2 * config["layers"] * config["segment"] * config["d_model"]  # of attention
-    assert f'FLOPs of a training token</th><td><data value="{6 * products}"' in page
+    assert f'FLOPs of a training token</dt><dd><data value="{6 * products}"' in page
 
     glove.unlink()  # a resumed run has its embedding already
     lab(resume="runs/x", generate="The ship")

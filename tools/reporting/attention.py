@@ -18,6 +18,7 @@ from tools.reporting.fonts import families
 WIDEST = 60  # tokens of a sentence in a picture
 LONGEST_GROUP = 5  # tokens: a space and the bytes of a character in UTF-8
 END = "end"
+WIDTH = 6.5  # inches
 
 
 @dataclass
@@ -95,15 +96,16 @@ def picture(attention: Attention):
     from matplotlib.figure import Figure
 
     rows, columns = attention.weights.shape
-    title = "\n".join(textwrap.fill(text, 60) for text in (attention.source, attention.translation))
+    title = "\n".join(textwrap.fill(text, 75) for text in (attention.source, attention.translation))
     family = families(title + "".join(attention.source_words + attention.target_words))
     style = dict(family=family, parse_math=False)
-    figure = Figure(figsize=(2.5 + 0.3 * columns, 2 + 0.25 * rows), layout="constrained")
+    # As wide as the page, so that letters have the same size in all of them.
+    figure = Figure(figsize=(WIDTH, 1.5 + 0.23 * rows), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(attention.weights, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    axes.set_title(title, fontsize=9, **style)
-    axes.set_xticks(range(columns), attention.source_words, fontsize=8, **style)
-    axes.set_yticks(range(rows), attention.target_words, fontsize=8, **style)
+    axes.set_title(title, fontsize=10, **style)
+    axes.set_xticks(range(columns), attention.source_words, fontsize=9, **style)
+    axes.set_yticks(range(rows), attention.target_words, fontsize=9, **style)
     longest = max(map(len, attention.source_words[:-1]), default=0)
     if longest > 2:  # most Chinese words can stand upright
         axes.tick_params(axis="x", rotation=90)

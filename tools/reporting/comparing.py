@@ -60,7 +60,7 @@ def compare_evaluations(run: RunFiles) -> tuple[str, list[Compared]]:
 def why_no_rows(runs: list[RunFiles]) -> str:
     """Why data sets could not be read, and what to do; "" if they could."""
     notes = [note for run in runs for note in run.missing if note[0] == DATA_SET]
-    reasons = dict.fromkeys(reason for _, reason, *_ in notes)
+    reasons = dict.fromkeys(reason.strip("`") for _, reason, *_ in notes)
     if not reasons:
         return ""
     return f"{'; '.join(reasons)}; put the data back, or run evaluate.py again on each"

@@ -12,6 +12,7 @@ from tools.reporting.reading import RunFiles
 from tools.reporting.words import Words, in_language
 
 WIDTH = 4.8  # inches
+LONGEST_LEGEND = 6  # runs beside the curves; of more the legend is below them
 STYLE = {
     "text.parse_math": False,  # a $ in a run's name is no mathematics
     "figure.constrained_layout.use": True,
@@ -20,8 +21,9 @@ STYLE = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-# One for each run; the seventh has the first again.
+# One for each run; the seventh has the first again, dashed.
 COLOURS = ("#1f5fa8", "#d1495b", "#3a8d5c", "#8a5aab", "#e08e1b", "#4d4d4d")
+DASHES = ("-", "--", ":")
 # Of the curves in a panel, where there is only one run: colour, width, marker.
 STYLES = {
     "train": ("#9db8d6", 1.0, ""),
@@ -38,27 +40,29 @@ SPLITS: dict[str, Words] = {
     "smoothed": ("training, smoothed", "训练（标签平滑）"),
 }
 STEP: Words = ("step", "步")
-# Panels in reading order, with their titles; a curve is in the panel of the last part of its tag.
+# Panels in reading order, with the text of the axis, which the caption repeats; a curve is in the
+# panel of the last part of its tag. The tables use the same units.
 PANELS: dict[str, Words] = {
-    "loss": ("loss", "损失"),
+    "loss": ("loss (nats per token)", "损失（nat/词元）"),
     "perplexity": ("perplexity", "困惑度"),
-    "bleu": ("validation BLEU (smoothed)", "验证 BLEU（平滑）"),
-    # Errors of 0.9 % and 0.7 % can be told apart, accuracies of 99.1 % and 99.3 % cannot.
-    "accuracy": ("error rate", "错误率"),
+    "bleu": ("BLEU (smoothed, some rows)", "验证 BLEU（平滑，部分行）"),
+    "accuracy": ("error rate (%)", "错误率（%）"),
     "learning_rate": ("learning rate", "学习率"),
     "gradient_norm": ("gradient norm", "梯度范数"),
     "tokens_per_second": ("tokens per second", "每秒词元数"),
     "images_per_second": ("images per second", "每秒图片数"),
-    "model_flops_utilisation": ("model FLOPs utilisation", "模型算力利用率（MFU）"),
-    "padding_share": ("padding share", "填充比例"),
-    "wait_share": ("wait share", "等待数据的时间比例"),
+    "model_flops_utilisation": ("model FLOPs utilisation (%)", "模型算力利用率 MFU（%）"),
+    "padding_share": ("padding (%)", "填充比例（%）"),
+    "wait_share": ("waiting for data (%)", "等待数据的时间（%）"),
+    "bubble_share": ("bubble of the pipeline (%)", "流水线气泡（%）"),
     "loss_scale": ("loss scale", "损失缩放"),
     "effective_sample_size": ("effective sample size", "有效样本数"),
     "weight": ("weight", "动态采样的权重"),
 }
+LOSS_OF_IMAGES: Words = ("loss (nats per image)", "损失（nat/图片）")
 TOGETHER = {"smoothed_loss": "loss"}
 # The hardware has a figure of its own.
-NOT_SHOWN = ("cpu/", "gpu/", "memory/", "result/", "speed/target", "test/errors")
+NOT_SHOWN = ("epoch", "cpu/", "gpu/", "memory/", "result/", "speed/target", "test/errors")
 QUANTITIES: dict[str, Words] = {
     "utilisation_percent": ("utilisation (%)", "利用率（%）"),
     "memory_gib": ("memory (GiB)", "内存（GiB）"),
@@ -78,30 +82,49 @@ def panels_of(runs: list[RunFiles]) -> dict[str, list[str]]:
     return {name: tags for name, tags in panels.items() if tags}
 
 
+def label_of(runs: list[RunFiles], name: str) -> Words:
+    """The text of a panel's axis."""
+    if name == "loss" and any("images_per_second" in tag for run in runs for tag in run.tags()):
+        return LOSS_OF_IMAGES
+    return PANELS.get(name, name.replace("_", " "))
+
+
+def in_units(name: str, values: list[float]) -> list[float]:
+    """The values of a curve as its panel shows them: shares in %, accuracies as error rates."""
+    if name == "accuracy":
+        # Errors of 0.9 % and 0.7 % can be told apart, accuracies of 99.1 % and 99.3 % cannot.
+        return [100 - 100 * value for value in values]
+    if name.endswith(("_share", "_utilisation")):
+        return [100 * value for value in values]
+    return values
+
+
 def curves(runs: list[RunFiles], name: str, tags: list[str], language: str) -> Figure:
     """One panel: all runs and all its tags over the steps."""
     if len(runs) > 1:
         tags = [tag for tag in tags if "smoothed" not in tag]
     names = "".join(run.name for run in runs)
     with matplotlib.rc_context({**STYLE, "font.family": families(names)}):
-        figure = Figure(figsize=(WIDTH, 2.9))
+        is_crowded = len(runs) > LONGEST_LEGEND
+        figure = Figure(figsize=(WIDTH, 2.9 + 0.1 * len(runs) * is_crowded))
         axes = figure.subplots()
-        axes.set_title(in_language(PANELS.get(name, name.replace("_", " ")), language), fontsize=11)
+        axes.set_ylabel(in_language(label_of(runs, name), language))
         axes.set_xlabel(in_language(STEP, language))
         axes.spines[["top", "right"]].set_visible(False)
         drawn = []
         for number, run in enumerate(runs):
             for tag in tags:
                 steps, values = run.series(tag)
-                if name == "accuracy":
-                    values = [1 - value for value in values]
+                values = in_units(name, values)
                 split = split_of(tag)
                 colour, width, marker = STYLES.get(split, STYLES["other"])
                 line = "-"
                 label = in_language(SPLITS.get(split, split), language)
                 if len(runs) > 1:
                     colour = COLOURS[number % len(COLOURS)]
-                    line = LINES.get(split, "-") if len(tags) > 1 else "-"
+                    line = DASHES[number // len(COLOURS) % len(DASHES)]
+                    if len(tags) > 1:
+                        line = LINES.get(split, "-")
                     label = f"{run.name}, {label}" if len(tags) > 1 else run.name
                 elif len(tags) == 1:
                     colour = STYLES["other"][0]
@@ -116,7 +139,9 @@ def curves(runs: list[RunFiles], name: str, tags: list[str], language: str) -> F
             axes.set_ylim(0, 1.1 * max(drawn) or 1)
         elif name != "learning_rate":
             choose_scale(axes, drawn)
-        if len(tags) > 1 or len(runs) > 1:
+        if is_crowded:
+            figure.legend(loc="outside lower left", ncols=2)
+        elif len(tags) > 1 or len(runs) > 1:
             axes.legend()
     return figure
 
@@ -147,7 +172,6 @@ def hardware(run: RunFiles, language: str) -> Figure | None:
         return None
     with matplotlib.rc_context({**STYLE, "font.family": families(run.name)}):
         figure = Figure(figsize=(WIDTH, 1.3 * len(tags) + 0.7))
-        figure.suptitle(run.name, fontsize=10)
         for axes, tag in zip(figure.subplots(len(tags), sharex=True, squeeze=False)[:, 0], tags):
             device, name = tag.split("/")
             steps, values = run.series(tag)

@@ -8,17 +8,20 @@ run.look_up("environment.json#*.gpu")          # of all starts of the script
 
 import fcntl
 import json
-import math
 import re
 import shlex
 import statistics
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
 
+import torch
+
 from engine.errors import UserError
+from engine.layers import Layer, layers_of
 from engine.run import find_run
+from model import ModelConfig, Translator
 from text.cleaning import held_out_rows
 from text.reading import find_text, fingerprint_of
 from tools.reporting.words import Words
@@ -30,6 +33,10 @@ SUMMARIES = {
     "median": statistics.median,
     "last": lambda values: values[-1],
 }
+LARGEST = 1e300
+LONGEST_TEXT = 500  # characters of a value that is no number
+NUMBER = r"\d[\d,]{0,25}"
+FILES_OF_RUNS = ("config.json", "metrics.jsonl", "train.log", "hparams.yaml", "table.json")
 STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)  # of a message in train.log
 # What is wrong with a file.
 NOT_THERE = ("not there", "没有这个文件")
@@ -46,7 +53,30 @@ SAMPLE_NOTE = (
     "bundled sample, not WMT19: this score says only that the program works",
     "自带样例，不是 WMT19：得分只说明程序能运行",
 )
+# Of a share of the measured peak, here and in the tables of labs.gpt.
+ABOVE_PEAK = (
+    "above 100 %, so it is left out: other programs slowed the measurement of the peak",
+    "超过 100 %，因此不显示：测量峰值时有其他程序在运行",
+)
 DATA_SET = ("data set", "数据集")
+# Why a run stopped, as its log says.
+WHY_STOPPED: dict[str, Words] = {
+    "finished": ("finished", "正常结束"),
+    "interrupted": ("interrupted", "被中断"),
+}
+NO_BETTER_LOSS = re.compile(r"(\d+) validation\(s\) without a better loss")
+# Kinds of runs that are translation models, made by train.py.
+TRANSLATION = ("translation", "attention_op")
+# Of a score file: what is used by the program must have these types.
+TYPES_OF_SCORES: dict[str, type] = {
+    "data": str,
+    "columns": list,
+    "split": str,
+    "rows": str,
+    "checkpoint": str,
+    "sentences": int,
+    "average": int,
+}
 NO_TRANSLATIONS = ("so the translations are not shown", "所以不显示译文")
 
 
@@ -57,6 +87,7 @@ class Fact:
     value: object
     text: str
     source: str  # "RUN/FILE", "RUN/FILE#key.key" or "RUN/metrics.jsonl#tag#min"
+    is_code: bool = False  # a setting, a command, a name of a program
 
 
 @dataclass
@@ -66,7 +97,7 @@ class RunFiles:
     folder: Path
     name: str
     config: dict = field(default_factory=dict)
-    is_translation: bool = False  # a run of train.py, not of a lab
+    kind: str = ""  # the program that made it, such as "translation" or "gpt"
     data: dict = field(default_factory=dict)  # counts and lengths; only in runs of train.py
     environment: list[dict] = field(default_factory=list)  # one entry for each start of the script
     records: list[dict] = field(default_factory=list)  # lines of metrics.jsonl
@@ -78,6 +109,12 @@ class RunFiles:
     missing: list[tuple[Words, ...]] = field(default_factory=list)  # a place, then words on it
     running: bool = False
     rows: dict[str, list] = field(default_factory=dict)  # see `rows_of`
+    layers: list[Layer] = field(default_factory=list)
+
+    @property
+    def is_translation(self) -> bool:
+        """Whether train.py made it, so that evaluate.py can score it."""
+        return self.kind in TRANSLATION
 
     # ---------------------------------------------------------------- curves
 
@@ -104,7 +141,7 @@ class RunFiles:
         if file == "metrics.jsonl":
             return self.summary_of_curve(*keys, form)
         if file == "train.log":
-            return self.logged(rf"(\d[\d,]*) {keys[0]}")
+            return self.logged(rf"({NUMBER}) {keys[0]}")
         if keys[0].startswith("*."):
             return self.of_all_starts(keys[0].removeprefix("*."))
         contents = {
@@ -123,8 +160,9 @@ class RunFiles:
         if value is None or value == "":
             return None
         # A setting is shown as a flag takes it.
-        text = str(value) if file == "config.json" else as_text(value, form)
-        return Fact(value, text, f"{self.name}/{file}#{keys[0]}")
+        is_code = file == "config.json"
+        text = str(value) if is_code else as_text(value, form)
+        return Fact(value, text, f"{self.name}/{file}#{keys[0]}", is_code)
 
     def of_all_starts(self, key: str) -> Fact | None:
         """A value of environment.json; where starts of the script differ, all values in order."""
@@ -158,9 +196,9 @@ class RunFiles:
             return Fact(total, in_minutes(total), source)
         state = "checkpoints/last/state.json"  # knows the minutes of all starts
         with suppress(OSError, ValueError, KeyError, TypeError):
-            saved = 60 * json.loads((self.folder / state).read_bytes())["minutes"]
-            if saved > total:
-                total, source = saved, f"{self.name}/{state}#minutes"
+            minutes = json.loads((self.folder / state).read_bytes())["minutes"]
+            if is_number(minutes) and 60 * minutes > total:
+                total, source = 60 * minutes, f"{self.name}/{state}#minutes"
         return Fact(total, f"≥ {in_minutes(total)}", source) if total else None
 
     def scored(self, name: str) -> Path:
@@ -182,6 +220,21 @@ class RunFiles:
         lines = [line for line in messages(latest) if line.startswith("stopped")]
         return lines[-1] if lines else ""
 
+    def reason(self) -> str:
+        """Why it stopped, without the step; "" if the log does not say."""
+        return self.final_message().partition(": ")[2]
+
+    def is_incomplete(self) -> bool:
+        """Whether it ended too early: interrupted, killed, or with an error."""
+        ended = self.reason() and not self.reason().startswith("interrupted")
+        return bool(self.log) and not self.running and not ended
+
+    def changed_settings(self) -> list[str]:
+        """The settings that differ from their defaults, as its log says."""
+        lines = [text for text in messages(self.log) if text.startswith("settings: ")]
+        line = f" {lines[-1].removeprefix('settings: ')}" if lines else ""
+        return [name for name, value in self.config.items() if f" {name} {value}, " in line]
+
     def printed_model(self) -> str:
         """print(model) as the script wrote it into its log; "" if it did not."""
         printed = [text for text in messages(self.log) if re.match(r"(a block: )?\w+\(\n", text)]
@@ -199,8 +252,10 @@ def messages(log: str) -> list[str]:
 
 
 def is_number(value) -> bool:
-    """Whether it is a finite int or float, and no bool."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a finite int or float that can be drawn, and no bool."""
+    # Beyond that nothing can be drawn, and a whole number of 400 digits is no float.
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and -LARGEST < value < LARGEST
 
 
 def as_text(value, form: str) -> str:
@@ -208,7 +263,8 @@ def as_text(value, form: str) -> str:
     if isinstance(value, list):
         return ", ".join(as_text(each, form) for each in value)
     if not is_number(value):
-        return str(value)
+        text = str(value)
+        return text if len(text) < LONGEST_TEXT else f"{text[:LONGEST_TEXT]} …"
     return f"{value:,}" if isinstance(value, int) else format(value, form or ",.4g")
 
 
@@ -220,13 +276,59 @@ def in_minutes(seconds: float) -> str:
 # -------------------------------------------------------------------- reading
 
 
+@dataclass
+class TableFiles:
+    """A table of labs.gpt: each row is a run of its own, or a plan, or has failed."""
+
+    folder: Path
+    name: str
+    cells: list[list[str]]  # of table.md; the first row is the head
+    rows: list[dict]  # of table.json: the figures of each run
+    about: str  # the line below the table
+    pictures: list[Path]
+    runs: dict[int, RunFiles]  # row → its run, if there is one
+
+
+def read_all(folders: list) -> tuple[list[RunFiles], list[TableFiles]]:
+    """The runs and the tables among these folders."""
+    places = [find_run(folder).resolve() for folder in folders]
+    for folder, place in zip(folders, places):
+        if places.count(place) > 1:
+            raise UserError(f"{folder} is named twice; name every run once")
+    is_table = [(place / "table.json").exists() for place in places]
+    tables = [read_table(find_run(folder)) for folder, table in zip(folders, is_table) if table]
+    return read_runs([folder for folder, table in zip(folders, is_table) if not table]), tables
+
+
+def read_table(folder: Path) -> TableFiles:
+    """table.md and table.json, and the runs row-N beside them. Raises `UserError`."""
+    try:
+        rows = json.loads((folder / "table.json").read_text(encoding="utf-8"))
+        lines = (folder / "table.md").read_text(encoding="utf-8").splitlines()
+        cells = [cells_of(line) for line in lines if line.startswith("|")]
+        del cells[1]  # the line under the head
+        if len(cells) != len(rows) + 1 or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("table.md and table.json have different rows")
+    except (OSError, ValueError, IndexError, TypeError) as error:
+        raise UserError(f"{folder} has no table that can be read: {error}") from None
+    runs = {}
+    for number, row in enumerate(cells[1:]):
+        if (folder / f"row-{number}" / "metrics.jsonl").exists():
+            runs[number] = read_run(folder / f"row-{number}")
+            runs[number].name = " · ".join(cell.partition("<br>")[0] for cell in row[:2])
+    pictures = sorted(folder.glob("*.png"))
+    return TableFiles(folder, folder.resolve().name, cells, rows, lines[-1], pictures, runs)
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of a table in Markdown."""
+    cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+    return [cell.strip().replace("\\|", "|").replace("\\\\", "\\") for cell in cells]
+
+
 def read_runs(folders: list) -> list[RunFiles]:
     """Several runs; those of the same name are called by their paths."""
     runs = [read_run(folder) for folder in folders]
-    places = [run.folder.resolve() for run in runs]
-    for run, place in zip(runs, places):
-        if places.count(place) > 1:
-            raise UserError(f"{run.folder} is named twice; name every run once")
     names = [run.name for run in runs]
     for run in runs:
         if names.count(run.name) > 1:
@@ -239,15 +341,19 @@ def read_run(folder: str | Path) -> RunFiles:
     folder = find_run(folder)
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run; `ls runs` shows what there is")
-    if not any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "train.log")):
-        raise UserError(f"{folder} is no run: it has no config.json, metrics.jsonl or train.log")
+    if not any((folder / name).exists() for name in FILES_OF_RUNS):
+        raise UserError(f"{folder} is no run: it has none of {', '.join(FILES_OF_RUNS)}")
     run = RunFiles(folder, folder.resolve().name)
+    if not (folder / "config.json").exists() and (folder / "hparams.yaml").exists():
+        read_lightning(run)
+        return run
     run.config = read_json(run, "config.json", dict)
-    run.is_translation = "target" in run.config
-    if run.is_translation:
-        run.data = read_json(run, "data.json", dict)
     starts = read_json(run, "environment.json", list)
     run.environment = [start for start in starts if isinstance(start, dict)]
+    run.kind = kind_of(run)
+    if run.is_translation:
+        run.data = read_json(run, "data.json", dict)
+    run.layers = layers_of_run(run)
     run.records = read_records(run)
     leave_out_impossible_utilisation(run)
     run.log = read_text(run, "train.log")
@@ -271,6 +377,52 @@ def read_run(folder: str | Path) -> RunFiles:
     return run
 
 
+def kind_of(run: RunFiles) -> str:
+    """The program that made the run, as it has saved it."""
+    kinds = [start["kind"] for start in run.environment if isinstance(start.get("kind"), str)]
+    return kinds[-1] if kinds else ""
+
+
+def layers_of_run(run: RunFiles) -> list[dict]:
+    """The layers that the run has saved, or those of a translation model of the saved sizes."""
+    try:
+        if (run.folder / "layers.json").exists():
+            saved = json.loads((run.folder / "layers.json").read_text(encoding="utf-8"))
+            layers = [Layer(**row) for row in saved]
+            assert all(is_number(layer.parameters) for layer in layers)
+            return layers
+        if run.is_translation:
+            sizes = json.loads((run.folder / "model.json").read_text(encoding="utf-8"))
+            return layers_of_translator(ModelConfig(**sizes))
+    except Exception:  # whatever a damaged file or a changed model.py raises
+        run.missing.append((("layers", "网络各层"), DAMAGED))
+    return []
+
+
+def layers_of_translator(sizes: ModelConfig) -> list[Layer]:
+    """The layers of a translation model; sizes of a batch are letters, as in model.py."""
+    letters = {3: "B", 7: "S", 5: "T"}  # no other size of a model is one of these
+    with torch.device("meta"):  # computes shapes only
+        source = torch.zeros(3, 7, dtype=torch.long)
+        target = torch.zeros(3, 5, dtype=torch.long)
+        rows = layers_of(Translator(sizes), source, source == 0, target)
+    return [replace(row, shape=[letters.get(n, n) for n in row.shape]) for row in rows]
+
+
+def read_lightning(run: RunFiles) -> None:
+    """A run of PyTorch Lightning: its curves, from TensorBoard's files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run.kind = "lightning"
+    events = EventAccumulator(str(run.folder), size_guidance={"scalars": 0}).Reload()
+    by_step: dict[int, dict] = {}
+    for tag in events.Tags()["scalars"]:
+        for event in events.Scalars(tag):
+            by_step.setdefault(event.step, {"step": event.step})[tag] = event.value
+    run.records = [by_step[step] for step in sorted(by_step)]
+    run.pictures = sorted(run.folder.glob("*.png"))
+
+
 def handout_first(path: Path) -> tuple:
     """A key for sorting results: the run's own data, then test, then greedy search."""
     name = path.stem
@@ -290,6 +442,14 @@ def read_results(run: RunFiles) -> None:
         result = read_json(run, f"{name}.json", dict)
         if not result:
             continue
+        wrong = [
+            key
+            for key, kind in TYPES_OF_SCORES.items()
+            if key in result and not isinstance(result[key], kind)
+        ]
+        if wrong:
+            run.missing.append((f"{name}.json", DAMAGED, ", ".join(wrong)))
+            continue
         run.results[name] = result
         if path.with_suffix(".txt").exists():
             run.hypotheses[name] = read_text(run, f"{name}.txt").split("\n")[:-1]
@@ -305,7 +465,7 @@ def read_results(run: RunFiles) -> None:
             run.missing.append((f"{name}.json", scored, why))
     no_result = ("no result yet", "还没有评测结果")
     if run.is_translation and not run.results:
-        command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))}"
+        command = f"`python evaluate.py --ckpt {shlex.quote(str(run.folder))}`"
         run.missing.append(("eval/", no_result, ("this makes one", "评测的命令"), command))
     elif not run.results and not run.final_message():
         # A lab that has not ended; some labs make no result.
@@ -345,7 +505,8 @@ def read_records(run: RunFiles) -> list[dict]:
             record = json.loads(line)
         except ValueError:
             record = None
-        if isinstance(record, dict) and is_number(record.get("step")):
+        step = record.get("step") if isinstance(record, dict) else None
+        if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53:
             records.append(record)
         else:
             damaged += 1
@@ -359,11 +520,7 @@ def leave_out_impossible_utilisation(run: RunFiles) -> None:
     """Remove a curve that exceeds 100 %: other processes disturbed the measurement of the peak."""
     tag = "speed/model_flops_utilisation"
     if max(run.series(tag)[1], default=0) > 1:
-        why = (
-            "above 100 %, so it is left out: other programs slowed the measurement of the peak",
-            "超过 100 %，因此不显示：测量峰值时有其他程序在运行",
-        )
-        run.missing.append((tag, why))
+        run.missing.append((tag, ABOVE_PEAK))
         for record in run.records:
             record.pop(tag, None)
 
@@ -386,7 +543,7 @@ def rows_of(run: RunFiles, name: str) -> list[tuple[str, str]]:
         try:
             run.rows[name] = read_rows(run, name)
         except (UserError, OSError, KeyError) as error:
-            run.missing.append((DATA_SET, str(error), NO_TRANSLATIONS))
+            run.missing.append((DATA_SET, f"`{error}`", NO_TRANSLATIONS))
             run.rows[name] = []
     return run.rows[name]
 
@@ -417,8 +574,9 @@ def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:
-    """The run, of any script, that was written to last."""
-    folders = [path.parent for path in runs.glob("*/metrics.jsonl")]
-    if not folders:
+    """The run or table, of any script, that was written to last."""
+    files = [file for name in ("metrics.jsonl", "table.json") for file in runs.glob(f"*/{name}")]
+    files += runs.glob("lightning/*/hparams.yaml")
+    if not files:
         raise UserError(f"no run in {runs.absolute()}; name one: python report.py PATH/NAME")
-    return max(folders, key=lambda folder: (folder / "metrics.jsonl").stat().st_mtime)
+    return max(files, key=lambda file: file.stat().st_mtime).parent

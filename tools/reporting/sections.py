@@ -1,10 +1,11 @@
-"""The sections of a report: functions that add to the page. A table has one column for each run.
+"""The sections of a report: functions that add to the page. Several runs have a column each.
 
 To add one, write a function here (texts as in words.py) and call it in report.py. A row of a table
 begins with where its values are: a place as `RunFiles.look_up` reads it, or a function of the run.
 Then comes its text in English and, unless it is the same, in Chinese.
 """
 
+import re
 from dataclasses import dataclass, field
 
 from engine.errors import UserError
@@ -15,9 +16,21 @@ from tools.reporting import figures
 from tools.reporting.attention import attention_of, picture
 from tools.reporting.comparing import shared_results
 from tools.reporting.page import Page
-from tools.reporting.reading import SAMPLE_NOTE, Fact, RunFiles, rows_of
+from tools.reporting.reading import (
+    ABOVE_PEAK,
+    NO_BETTER_LOSS,
+    NUMBER,
+    SAMPLE_NOTE,
+    WHY_STOPPED,
+    Fact,
+    RunFiles,
+    TableFiles,
+    is_number,
+    rows_of,
+)
 from tools.reporting.words import Words
 
+FLAG = re.compile("--[a-z_]+")
 EXAMPLES = 3  # of the best, the middle and the worst translations each
 WIDEST = 20  # tokens of a sentence in a picture of attention, which fits the page
 PARAMETERS = ("train.log#parameters", "parameters", "参数量")
@@ -26,55 +39,99 @@ CROSS_ATTENTION = ("Cross-attention", "交叉注意力")
 
 def table(
     page: Page, runs: list[RunFiles], rows: list[tuple], mark: set[int] = frozenset()
-) -> None:
-    """A row for each (place, English, Chinese); `mark`: numbers of rows to colour."""
+) -> bool:
+    """A row for each (place, English, Chinese); `mark`: numbers of rows to colour.
+
+    Returns whether there is any value.
+    """
     cells = []
     for place, *texts in rows:
         values = [place(run) if callable(place) else run.look_up(place) for run in runs]
         cells.append([tuple(texts), *values])
-    names = [run.name for run in runs]
-    page.table([("run", "训练"), *names], cells, mark)
+    if len(runs) == 1:
+        page.facts(cells)
+    else:
+        page.table([("run", "训练"), *(run.name for run in runs)], cells, mark)
+    return any(value is not None for _, *values in cells for value in values)
 
 
 # -------------------------------------------------------------------- the run
 
 
-def summary(page: Page, runs: list[RunFiles]) -> None:
-    """How the runs ended, their best figures, every BLEU, and what could not be read."""
-    page.heading("Summary", "概览")
+FIELDS: dict[str, Words] = {
+    "name": ("Name", "姓名"),
+    "number": ("Student number", "学号"),
+    "course": ("Course", "课程"),
+    "date": ("Date", "日期"),
+}
+
+
+def cover(page: Page, runs: list[RunFiles]) -> None:
+    """Who hands it in; then what a reader must know before any number."""
+    page.cover(FIELDS)
     for run in runs:
+        if run.is_incomplete():
+            after = run.logged(rf"stopped after step ({NUMBER})")
+            step = f" after step {after.text}" if after else ""
+            in_chinese = f"在第 {after.text} 步" if after else ""
+            page.warning(
+                f"{run.name} was interrupted{step}: all figures are of an unfinished training.",
+                f"{run.name} {in_chinese}中断了：以下都是未完成的训练的结果。",
+            )
         if run.is_of_sample():
             page.bullets([f"{run.name} · {page.text(SAMPLE_NOTE)}"], "missing")
-    page.hint_for_html(
-        "Hover over a number to see the file it is from.",
-        "鼠标停在数字上，可以看到它来自哪个文件。",
+    page.hint(
+        "Write your own words into `report.md`, between the marks beside each ✎, and run the same "
+        "command again: they appear here. Print this page to get a PDF. The file that a number is "
+        "from is shown under the mouse.",
+        "在 `report.md` 里每个 ✎ 旁的记号之间写字，再运行同一条命令，文字就会出现在这里。"
+        "用浏览器打印本页，可得到 PDF。鼠标停在数字上，会显示它来自哪个文件。",
     )
+
+
+def summary(page: Page, runs: list[RunFiles]) -> None:
+    """How the runs ended, their best figures, and what could not be read."""
+    page.heading("Summary", "概览")
     rows = [
         (status, "status", "状态"),
         (RunFiles.seconds, "time", "总用时"),
         (last_step, "steps", "步数"),
-        PARAMETERS,
         ("metrics.jsonl#train/loss#last", "last training loss", "最后的训练损失"),
         ("metrics.jsonl#valid/loss#min", "best validation loss", "最好的验证损失"),
         ("metrics.jsonl#valid/perplexity#min", "best validation perplexity", "最好的验证困惑度"),
-        (
-            "metrics.jsonl#valid/bleu#max:.2f",
-            "best validation BLEU (smoothed)",
-            "最好的验证 BLEU（平滑）",
-        ),
         ("metrics.jsonl#test/accuracy#last:.2%", "test accuracy", "测试准确率"),
+        (error_rate, "test error rate", "测试错误率"),
         ("metrics.jsonl#test/errors#last:,.0f", "test errors", "测试错误数"),
         ("eval/test.json#perplexity:.2f", "test perplexity", "测试困惑度"),
-        ("eval/test.json#accuracy:.2%", "accuracy of the next word", "下一个词的准确率"),
     ]
-    for name in names_of_results(runs):
-        rows.append((f"{name}.json#nltk:.2f", f"BLEU {name}"))
+    if any(run.kind == "wikitext" for run in runs):
+        rows.append(
+            ("eval/test.json#accuracy:.2%", "accuracy of the next word", "下一个词的准确率")
+        )
+    rows.append((first_score, "BLEU, the handed-in score", "BLEU（要提交的得分）"))
     table(page, runs, rows)
-    for run in runs:
-        if run.missing:
-            page.heading("What is missing", "缺少的内容", level=3)
-            notes = [(run.name, *words) for words in dict.fromkeys(run.missing)]
-            page.bullets([" · ".join(map(page.text, note)) for note in notes], "missing")
+    missing(page, runs)
+
+
+def missing(page: Page, runs: list[RunFiles]) -> None:
+    """What could not be read or drawn."""
+    notes = [(run.name, *words) for run in runs for words in dict.fromkeys(run.missing)]
+    if notes:
+        page.heading("What is missing", "缺少的内容", level=3)
+        page.bullets([" · ".join(map(page.text, note)) for note in notes], "missing")
+
+
+def first_score(run: RunFiles) -> Fact | None:
+    """The BLEU that the handout asks for: that of the first result."""
+    return run.look_up(f"{next(iter(run.results), '')}.json#nltk:.2f")
+
+
+def error_rate(run: RunFiles) -> Fact | None:
+    """The share of test images with a wrong answer, in the unit of the curve."""
+    accuracy = run.look_up("metrics.jsonl#test/accuracy#last")
+    if accuracy is None:
+        return None
+    return Fact(accuracy.value, f"{100 - 100 * accuracy.value:.2f}%", accuracy.source)
 
 
 def names_of_results(runs: list[RunFiles]) -> list[str]:
@@ -82,19 +139,29 @@ def names_of_results(runs: list[RunFiles]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.results))
 
 
-def status(run: RunFiles) -> Fact | Words:
+def status(run: RunFiles) -> Fact | Words | None:
     """Why it stopped, or that it runs."""
     if run.running:
         return ("under way", "正在运行")
-    message = run.final_message()
-    if not message:
+    if not run.log:
+        return None
+    reason = run.reason()
+    if not reason:
         return ("no final message", "没有正常结束")
-    return Fact(message, message, f"{run.name}/train.log")
+    if reason in WHY_STOPPED:
+        return WHY_STOPPED[reason]
+    if stopped_early := NO_BETTER_LOSS.fullmatch(reason):
+        count = stopped_early[1]
+        return (
+            f"early stopping: {count} validation(s) without a lower loss",
+            f"提前停止：连续 {count} 次验证没有更低的损失",
+        )
+    return Fact(reason, reason, f"{run.name}/train.log", is_code=True)
 
 
 def last_step(run: RunFiles) -> Fact | None:
     """The step it stopped after; an interrupted run is some steps ahead of its last record."""
-    stopped_after = run.logged(r"stopped after step ([\d,]+)")
+    stopped_after = run.logged(rf"stopped after step ({NUMBER})")
     if run.final_message() and stopped_after:
         return stopped_after
     if not run.records:
@@ -104,9 +171,16 @@ def last_step(run: RunFiles) -> Fact | None:
 
 
 def environment(page: Page, runs: list[RunFiles]) -> None:
-    """Machine and versions."""
-    page.heading("Environment", "运行环境")
+    """The student's plan, the machine and the versions."""
+    page.heading("Setup", "实验设置")
+    page.to_write(
+        "setup",
+        "Setup: what do you want to find out, and how do you go about it?",
+        "设置：想弄清什么问题，怎样安排实验？",
+    )
+    page.heading("Environment", "运行环境", level=3)
     rows = [
+        (commands, "command", "命令"),
         ("environment.json#*.gpu", "GPU"),
         ("environment.json#*.gpu_memory_gib", "GPU memory (GiB)", "显存（GiB）"),
         ("environment.json#*.driver", "driver", "驱动"),
@@ -125,28 +199,37 @@ def environment(page: Page, runs: list[RunFiles]) -> None:
     table(page, runs, rows)
 
 
+def commands(run: RunFiles) -> Fact | None:
+    """How the script was started, each time."""
+    fact = run.look_up("environment.json#*.command")
+    return fact and Fact(fact.value, fact.text, fact.source, is_code=True)
+
+
 REASONS_IN_CHINESE = {
     "empty": "有一边为空",
     "identical": "原文与译文相同",
     "held out": "划入验证集或测试集",
     "in validation or test": "有一边也在验证集或测试集中",
     "duplicate": "完全重复",
-    "too long": "超过 --max_length",
+    "too long": "超过 `--max_length`",
     "length ratio": "两边长度相差太大",
-    "unlike validation": "用词与验证集相差较大（--select）",
-    "short target": "译文偏短（--select）",
+    "unlike validation": "用词与验证集相差较大（`--select`）",
+    "short target": "译文偏短（`--select`）",
 }
 
 
 def data(page: Page, runs: list[RunFiles]) -> None:
     """The data set, the counts of its pairs and tokens, and why pairs were dropped."""
-    page.heading("Data", "数据")
+    if not any(run.data for run in runs):
+        return
+    page.heading("Data", "数据", level=3)
     rows = [
         ("config.json#data", "data set", "数据集"),
         ("data.json#counts.read", "pairs read", "读入句对"),
         ("data.json#counts.kept", "pairs kept", "保留句对"),
     ]
     for reason, english in REASONS.items():
+        english = FLAG.sub(r"`\g<0>`", english)
         rows.append((f"data.json#counts.{reason}", english, REASONS_IN_CHINESE[reason]))
     rows += [
         ("data.json#validation_rows", "validation rows", "验证集行数"),
@@ -160,10 +243,9 @@ def data(page: Page, runs: list[RunFiles]) -> None:
 
 
 def model(page: Page, runs: list[RunFiles]) -> None:
-    """Parameters, FLOPs and print(model); the same layers of several runs once."""
-    page.heading("Model", "模型")
+    """The layers with their shapes and parameters; the same ones of several runs once."""
+    page.heading("Model", "模型", level=3)
     rows = [
-        PARAMETERS,
         (
             "train.log#FLOPs a training token",
             "FLOPs of a training token",
@@ -175,10 +257,38 @@ def model(page: Page, runs: list[RunFiles]) -> None:
             "每张训练图片的浮点运算次数",
         ),
     ]
+    if len(runs) > 1 or not runs[0].layers:  # else it is the last row below
+        rows.insert(0, PARAMETERS)
     table(page, runs, rows)
-    printed = {}
+    header = [
+        ("layer", "层"),
+        ("type", "类型"),
+        ("output shape", "输出形状"),
+        ("number", "个数"),
+        ("parameters", "参数量"),
+    ]
+    shown: list = []
     for run in runs:
-        printed.setdefault(run.printed_model(), run.name)
+        if not run.layers or run.layers in shown:
+            continue
+        shown.append(run.layers)
+        lines = []
+        for layer in run.layers:
+            shape = ", ".join(map(str, layer.shape))
+            names = (f"`{layer.name}`", f"`{layer.type}`", f"({shape})", str(layer.count))
+            lines.append([*names, f"{layer.parameters:,}"])
+        total = sum(layer.parameters for layer in run.layers)
+        lines.append([("all layers", "合计"), "", "", "", f"{total:,}"])
+        if len(runs) > 1:
+            page.heading(run.name, level=3)
+        page.table(header, lines)
+    if shown:
+        page.note(
+            "A `*` stands for the numbers of equal layers. B: sentence pairs, S and T: tokens of "
+            "the source and the target. Shared weights are counted once.",
+            "`*` 代表相同各层的编号。B 是句对数，S 与 T 是原文与译文的词元数。共享的权重只计一次。",
+        )
+    printed = {run.printed_model(): run.name for run in runs if not run.layers}
     for text, name in printed.items():
         if text:
             page.verbatim(text, f"{name}/train.log")
@@ -189,43 +299,59 @@ def model(page: Page, runs: list[RunFiles]) -> None:
 
 def curves(page: Page, runs: list[RunFiles]) -> None:
     """A figure for each quantity, all runs in it."""
+    page.heading("Training", "训练过程")
     panels = figures.panels_of(runs)
-    if not panels:
-        return
-    page.heading("Training curves", "训练曲线")
-    if any(run.is_translation for run in runs):
-        page.note(
-            "Losses are in nats per token, without label smoothing unless it says so; "
-            "validation BLEU is smoothed and of the first rows only.",
-            "损失的单位是每词元 nat，除注明外不含标签平滑；"
-            "验证 BLEU 经过平滑，只用验证集的前若干行计算。",
-        )
-    page.figures(
-        {name: figures.curves(runs, name, tags, page.language) for name, tags in panels.items()}
+    drawn = {}
+    for name, tags in panels.items():
+        caption = figures.label_of(runs, name)
+        if name == "loss" and any(run.is_translation for run in runs):
+            remark = (", without label smoothing", "，不含标签平滑")
+            caption = tuple(page_text + more for page_text, more in zip(caption, remark))
+        if name == "bleu":
+            caption = caption_of_bleu(runs)
+        drawn[name] = (figures.curves(runs, name, tags, page.language), caption)
+    if drawn:
+        page.figures(drawn)
+
+
+def caption_of_bleu(runs: list[RunFiles]) -> Words:
+    """The curve is not the score: it is smoothed, and of a part of the rows."""
+    counted = [run.logged(rf"smoothed, ({NUMBER}) of {NUMBER} rows") for run in runs]
+    rows = " / ".join(dict.fromkeys(fact.text for fact in counted if fact)) or "…"
+    return (
+        f"validation BLEU of {rows} rows, smoothed; the score under Results is another one: of all "
+        "rows, without smoothing",
+        f"验证 BLEU：只用 {rows} 行，经过平滑；“评测结果”中的得分不同：用全部行，不平滑",
     )
 
 
 def hardware(page: Page, runs: list[RunFiles]) -> None:
     """What nvidia-smi printed; utilisation, memory and power of GPU and CPU over the steps."""
-    drawn = {f"hardware {run.name}": figures.hardware(run, page.language) for run in runs}
-    drawn = {name: figure for name, figure in drawn.items() if figure}
+    drawn = {}
+    for run in runs:
+        figure = figures.hardware(run, page.language)
+        caption = (
+            f"load of the hardware, {run.name}; 100 % of the CPU is one core",
+            f"硬件负载，{run.name}；CPU 的 100 % 表示用满一个核",
+        )
+        if figure:
+            drawn[f"hardware {run.name}"] = (figure, caption)
     tables = [run for run in runs if run.gpu_table]
     on_gpu = any(start.get("gpu") for run in runs for start in run.environment)
     if not (drawn or tables or on_gpu):
         return
-    page.heading("Hardware use", "硬件使用情况")
+    page.heading("Hardware use", "硬件使用情况", level=3)
     for run in tables:
-        page.heading(f"{run.name} nvidia-smi", level=3)
+        page.note(f"{run.name}, `nvidia-smi`")
         page.verbatim(run.gpu_table, f"{run.name}/nvidia-smi.txt")
     if on_gpu and not tables:
-        page.to_write(
+        page.to_add(
             "Add what nvidia-smi shows during training: a screenshot (PNG) or nvidia-smi.txt "
             "in the run's folder appears in this report.",
             "请补上训练时的 nvidia-smi：把截图（PNG）或 nvidia-smi.txt "
             "放进这次训练的文件夹，就会出现在报告里。",
         )
     if drawn:
-        page.note("100 % of the CPU is one core.", "CPU 利用率 100 % 表示用满一个核。")
         page.figures(drawn)
     rows = []
     for device in ("gpu", "cpu"):
@@ -240,8 +366,7 @@ def hardware(page: Page, runs: list[RunFiles]) -> None:
 
 def speed(page: Page, runs: list[RunFiles]) -> None:
     """Medians over the run, and the peak memory."""
-    page.heading("Speed", "速度")
-    page.note("Medians over the run.", "整个训练过程的中位数。")
+    page.heading("Speed", "速度", level=3)
     medians = [
         ("speed/tokens_per_second", ",.0f", "tokens per second", "每秒词元数"),
         ("speed/target_tokens_per_second", ",.0f", "target tokens per second", "每秒目标词元数"),
@@ -258,7 +383,10 @@ def speed(page: Page, runs: list[RunFiles]) -> None:
     rows = [(f"metrics.jsonl#{tag}#median:{form}", *texts) for tag, form, *texts in medians]
     peak = ("peak memory (GiB)", "内存峰值（GiB；在 GPU 上是显存）")
     rows.append(("metrics.jsonl#memory/peak_gib#max:.2f", *peak))
-    table(page, runs, rows)
+    if table(page, runs, rows):
+        page.note(
+            "Speeds and shares are medians over the run.", "速度与比例是整个训练过程的中位数。"
+        )
 
 
 # -------------------------------------------------------------------- results
@@ -276,9 +404,9 @@ def results(page: Page, runs: list[RunFiles]) -> None:
     columns = []
     for name in names_of_results(runs):
         columns += [(run, name) for run in runs if name in run.results]
+    page.heading("Results", "评测结果")
     if not columns:
         return
-    page.heading("Results", "评测结果")
     cards = [(run, name) for run, name in columns if "nltk" in run.results[name]]
     results_table(page, cards, CARD, with_runs=len(runs) > 1)
     others = [column for column in columns if column not in cards]
@@ -344,30 +472,27 @@ def translations(page: Page, examples: Examples) -> None:
     if not examples.runs:
         return
     name = examples.name
-    page.heading("Translations", "译文对照")
-    page.heading(name, level=3)
+    page.heading("Translations", "译文对照", level=3)
+    page.note(f"`{name}`")
     page.note(
         "Scores of single sentences are sacreBLEU's sentence BLEU, for reading only: their mean "
         "is not the corpus BLEU.",
         "单句得分是 sacreBLEU 的 sentence BLEU，只供阅读参考：它们的平均不是语料级 BLEU。",
     )
     file = examples.runs[0].results[name]["data"]
-    lines = []
     for part, numbers in examples.parts.items():
         for row in numbers:
-            line = [part, *(Fact(row, text, f"{file}#{row}") for text in examples.rows[row])]
+            source, reference = (Fact(row, text, f"{file}#{row}") for text in examples.rows[row])
+            lines = [[("source", "原文"), source, ""], [("reference", "参考译文"), reference, ""]]
             for run, scores in zip(examples.runs, examples.scores):
-                source = f"{run.name}/{name}.txt#{row}"
-                line.append(Fact(row, run.hypotheses[name][row], source))
-                line.append(Fact(scores[row], f"{scores[row]:.1f}", f"computed from {source}"))
-            lines.append(line)
-    header = ["", ("source", "原文"), ("reference", "参考译文")]
-    for run in examples.runs:
-        header += [run.name, ("score", "得分")]
-    page.table(header, lines)
+                place = f"{run.name}/{name}.txt#{row}"
+                text = Fact(row, run.hypotheses[name][row], place)
+                score = Fact(scores[row], f"{scores[row]:.1f}", f"computed from {place}")
+                lines.append([run.name, text, score])
+            page.table([part, "", ("score", "得分")], lines)
 
 
-def draw_attention(examples: Examples) -> dict[str, object]:
+def draw_attention(examples: Examples) -> dict[str, tuple[object, Words]]:
     """Cross-attention of the scored checkpoints, for the shortest source of each part."""
     drawn = {}
     for run in examples.runs:
@@ -375,7 +500,7 @@ def draw_attention(examples: Examples) -> dict[str, object]:
             average = run.results[examples.name].get("average", 1)
             trained = load_trained(run.scored(examples.name), average, log=lambda line: None)
         except UserError as error:
-            run.missing.append((CROSS_ATTENTION, str(error)))
+            run.missing.append((CROSS_ATTENTION, f"`{error}`"))
             continue
         tokenizers = (trained.source_tokenizer, trained.target_tokenizer)
         for number, rows in enumerate(examples.parts.values(), 1):
@@ -383,14 +508,18 @@ def draw_attention(examples: Examples) -> dict[str, object]:
             source, _ = examples.rows[row]
             translation = run.hypotheses[examples.name][row]
             found = attention_of(trained.model, tokenizers, source, translation, WIDEST)
-            drawn[f"attention {number} {run.name}"] = picture(found)
+            caption = (
+                f"cross-attention, {run.name}: {source}",
+                f"交叉注意力，{run.name}：{source}",
+            )
+            drawn[f"attention {number} {run.name}"] = (picture(found), caption)
     return drawn
 
 
-def attention(page: Page, drawn: dict[str, object]) -> None:
+def attention(page: Page, drawn: dict[str, tuple[object, Words]]) -> None:
     """The pictures of `draw_attention`."""
     if drawn:
-        page.heading(*CROSS_ATTENTION)
+        page.heading(*CROSS_ATTENTION, level=3)
         page.note(
             "Columns: source; rows: translation. Darker: more attention of the last layer.",
             "列是原文，行是译文；颜色越深，最后一层对该处的注意力越大。",
@@ -400,24 +529,140 @@ def attention(page: Page, drawn: dict[str, object]) -> None:
 
 def own_pictures(page: Page, runs: list[RunFiles]) -> None:
     """What the script drew itself, such as filters, and screenshots put into the run's folder."""
-    pictures = {f"{run.name} {p.stem}": p.read_bytes() for run in runs for p in run.pictures}
+    pictures = {
+        f"{run.name} {path.stem}": (path.read_bytes(), f"`{run.name}/{path.name}`")
+        for run in runs
+        for path in run.pictures
+    }
     if pictures:
-        page.heading("Pictures of the run", "训练中的图与截图")
+        page.heading("Pictures of the run", "训练中的图与截图", level=3)
         page.figures(pictures)
 
 
+def observations(page: Page) -> None:
+    """The student's own words on the results."""
+    page.heading("Observations", "观察与分析")
+    page.to_write(
+        "observations",
+        "Observations: what do curves, scores and translations show? Which problems did you meet, "
+        "and how did you solve them?",
+        "观察：曲线、得分与译文说明了什么？遇到哪些问题，怎样解决？",
+    )
+
+
+def conclusion(page: Page) -> None:
+    """The student's own words at the end."""
+    page.heading("Conclusion", "结论")
+    page.to_write(
+        "conclusion",
+        "Conclusion: the answer to your question, in a few sentences.",
+        "结论：用几句话回答开头的问题。",
+    )
+
+
 def settings(page: Page, runs: list[RunFiles]) -> None:
-    """Every setting; marked where the runs differ."""
+    """The settings that differ from their defaults or between the runs; all others folded."""
     names = list(dict.fromkeys(name for run in runs for name in run.config))
-    if not names:
-        return
-    page.heading("Settings", "全部设置")
+    changed = {name for run in runs for name in run.changed_settings()}
     may_differ = {"run", "resume", "seed"}
-    mark = set()
-    for number, name in enumerate(names):
-        values = {str(run.config.get(name)) for run in runs}
-        if name not in may_differ and len(values) > 1:
-            mark.add(number)
-    if mark:
-        page.note("Only what differs between the runs is marked.", "各次训练之间不同的设置已标出。")
-    table(page, runs, [(f"config.json#{name}", f"--{name}") for name in names], mark)
+    differing = {
+        name
+        for name in names
+        if name not in may_differ and len({str(run.config.get(name)) for run in runs}) > 1
+    }
+    first = [name for name in names if name in changed | differing]
+    others = [name for name in names if name not in first]
+    if first:
+        page.heading("Settings", "设置", level=3)
+        page.note(
+            "Those that were given or chosen automatically; what differs between runs is coloured.",
+            "列出的是指定的或自动选择的设置；各次训练之间不同的，标有颜色。",
+        )
+        mark = {number for number, name in enumerate(first) if name in differing}
+        table(page, runs, [(f"config.json#{name}", f"`--{name}`") for name in first], mark)
+    if others:
+        page.folded(f"{len(others)} settings at their defaults", f"其余 {len(others)} 项为默认值")
+        table(page, runs, [(f"config.json#{name}", f"`--{name}`") for name in others])
+        page.end_folded()
+
+
+# -------------------------------------------------------------------- tables of labs.gpt
+
+# Heads of table.md, in Chinese.
+HEADS_IN_CHINESE = {
+    "technique": "技术",
+    "processes": "进程数",
+    "tokens/s": "每秒词元数",
+    "× row 1": "与第 1 行之比",
+    "× DDP": "与 DDP 之比",
+    "step": "每步时间",
+    "CPU time a step": "每步 CPU 时间",
+    "of measured peak": "占实测峰值",
+    "memory a rank": "每进程内存",
+    "loss": "损失",
+    "scale": "规模",
+    "cards": "卡数",
+    "layers": "层数",
+    "parameters": "参数量",
+    "memory a card": "每卡内存",
+    "time": "用时",
+    "final loss": "最终损失",
+    "loss < 7": "损失 < 7",
+}
+PERCENT = re.compile(r"([\d.]+) ?%")
+
+
+def comparison(page: Page, each: TableFiles) -> None:
+    """The table as the program wrote it, speed and memory as ratios, and the losses of its rows."""
+    page.heading(each.name)
+    head, *rows = each.cells
+    source = f"{each.name}/table.md"
+    above_peak = False
+    lines = []
+    for row in rows:
+        cells: list = [row[0].replace("<br>", " ")]
+        for title, cell in zip(head[1:], row[1:]):
+            percent = PERCENT.fullmatch(cell)
+            impossible = title == "of measured peak" and percent and float(percent[1]) > 100
+            above_peak = above_peak or bool(impossible)
+            cells.append(Fact(cell, cell, source) if cell and not impossible else None)
+        lines.append(cells)
+    page.table([(title, HEADS_IN_CHINESE.get(title, title)) for title in head], lines)
+    if above_peak:
+        english, chinese = ABOVE_PEAK
+        page.note(f"of measured peak: {english}", f"占实测峰值：{chinese}")
+    page.note(f"`{each.about}`")
+    ratios(page, each)
+    drawn: dict = {}
+    runs = [run for run in each.runs.values() if run.series("train/loss")[1]]
+    if runs:
+        figure = figures.curves(runs, "loss", ["train/loss"], page.language)
+        caption = ("training loss of each row (nats per token)", "各行的训练损失（nat/词元）")
+        drawn[f"{each.name} loss"] = (figure, caption)
+    for path in each.pictures:
+        if path.stem != "losses":  # those above
+            drawn[f"{each.name} {path.stem}"] = (path.read_bytes(), f"`{path.name}`")
+    if drawn:
+        page.figures(drawn, "large")
+
+
+def ratios(page: Page, each: TableFiles) -> None:
+    """Speed-up and memory of the rows of one model, relative to the first that was trained."""
+    measured = []
+    for cells, row in zip(each.cells[1:], each.rows):
+        memory = row.get("peak_gib")
+        peaks = [peak for peak in memory if is_number(peak)] if isinstance(memory, list) else []
+        if is_number(row.get("tokens_per_second")) and max(peaks, default=0) > 0:
+            name = " · ".join(cell.replace("<br>", " ") for cell in cells[:2])
+            measured.append((name, row["tokens_per_second"], max(peaks), row.get("parameters")))
+    has_ratios = any("×" in title for title in each.cells[0])
+    if has_ratios or len(measured) < 2 or len({str(size) for *_, size in measured}) > 1:
+        return
+    first, speed, memory, _ = measured[0]
+    source = f"computed from {each.name}/table.json"
+    lines = []
+    for name, own_speed, own_memory, _ in measured:
+        values = (own_speed / speed, own_memory / memory)
+        lines.append([name, *(Fact(value, f"{value:.2f} ×", source) for value in values)])
+    page.table(["", ("speed-up", "加速比"), ("memory", "内存之比")], lines)
+    page.note(f"Relative to the row {first}.", f"以 {first} 一行为 1。")
