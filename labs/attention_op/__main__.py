@@ -49,8 +49,10 @@ def main(config: Config) -> None:
     threads = torch.get_num_threads()
     print(
         f"\nforward and backward, {threads} threads, medians of {config.turns} turns"
-        "\nx: how many times as fast as python, in the same turn"
+        "\nms: on the clock, which other programs slow down; CPU ms: of all threads together"
+        "\nx: how many times python's CPU time is as long, in the same turn"
         "\nMiB: kept from the forward for the backward pass, inputs included"
+        f"\n{'':<18}{'ms':>9}{'CPU ms':>9}{'x':>7}{'MiB':>8}"
     )
     contestants = ["python", *(backend for backend in backends if backend != "python")]
     time_attention(config, contestants)
@@ -156,22 +158,22 @@ def time_gelu(config: Config, backends: list[str]) -> None:
 def race(contestants: dict[str, Callable], inputs: list[torch.Tensor], turns: int) -> None:
     """Time the contestants by turns, so that a slow moment of the machine hits all of them."""
     inputs = [x.requires_grad_() for x in inputs]
-    times = {name: [] for name in contestants}
+    times = {name: [] for name in contestants}  # (on the clock, of the CPU) in ms
     for turn in range(turns + 1):
         for name, operator in contestants.items():
-            start = time.perf_counter()
+            clock, cpu = time.perf_counter(), time.process_time()
             out = operator(*inputs)
             torch.autograd.grad(out, inputs, out.detach())
+            spent = 1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - cpu)
             if turn > 0:  # the first turn warms up
-                times[name].append(1e3 * (time.perf_counter() - start))
-    for name, values in times.items():
-        ratios = [python / own for python, own in zip(times["python"], values)]
-        kept = kept_bytes(contestants[name], inputs) / 2**20
-        print(
-            f"  {name:<16}{statistics.median(values):>9.2f} ms"
-            f"{statistics.median(ratios):>7.2f} x{kept:>8.1f} MiB",
-            flush=True,
+                times[name].append(spent)
+    for name, own in times.items():
+        clock, cpu = (statistics.median(values) for values in zip(*own))
+        ratio = statistics.median(
+            python_cpu / own_cpu for (_, python_cpu), (_, own_cpu) in zip(times["python"], own)
         )
+        kept = kept_bytes(contestants[name], inputs) / 2**20
+        print(f"  {name:<16}{clock:>9.2f}{cpu:>9.2f}{ratio:>7.2f}{kept:>8.1f}", flush=True)
 
 
 def kept_bytes(operator: Callable, inputs: list[torch.Tensor]) -> int:
