@@ -144,6 +144,7 @@ def lesson_scaling() -> None:
     Rule 1 divides the batch by N: the global batch stays, so the learning rate stays. Rule 2 keeps
     the batch of each process: the global batch is N times as large, so the learning rate may grow,
     after a gradual warm-up. The handout does both: the batch of one process with N times its rate.
+    Predict: which of the three runs below diverges?
     """
     rows = []
     for n in (1, 2, 4, 8):
