@@ -359,6 +359,7 @@ MISTAKES = [
     ("weights_grad", lambda grad, v: v @ grad.mT, "its shape is (2, 3, 7, 5); expected (2, 3, 5, "),
     ("scores_grad", lambda grad, weights: weights * grad, "autograd finds"),
     ("queries_grad", lambda grad, k, scale: grad @ k, "autograd finds"),
+    ("queries_grad", lambda grad, k, scale: grad @ k * (scale + 1e-9), "autograd finds"),
     ("keys_grad", lambda grad, q, scale: None, "it returns NoneType; return a tensor"),
 ]
 
@@ -429,6 +430,28 @@ def test_attention_is_compared_with_both_kernels_of_pytorch():
         {"aten::_scaled_dot_product_attention_math"},
         {"aten::_scaled_dot_product_flash_attention_for_cpu"},
     ]
+
+
+def test_an_operator_that_fails_gradcheck_is_wrong(capsys):
+    """Also where its numbers are PyTorch's."""
+    assert script.report("mine", "math", lambda dtype: (0.0, 0.0), 16, passed=True)
+    assert not script.report("mine", "math", lambda dtype: (0.0, 0.0), 16, passed=False)
+    right, wrong = capsys.readouterr().out.splitlines()
+    assert right.endswith("passes     right") and wrong.endswith("FAILS      WRONG")
+
+
+def test_the_race_says_how_much_faster_than_python(capsys):
+    """An operator that computes 30 times as often is slower, on any machine."""
+
+    def slow(x):
+        for _ in range(30):
+            y = gelu(x)
+        return y
+
+    script.race({"python": gelu, "slow": slow}, [torch.randn(200_000)], turns=3)
+    python, slower = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert python[3] == "1.00" and float(slower[3]) < 0.5
+    assert float(python[4]) == 0.8  # MiB: 200,000 numbers of 4 bytes
 
 
 def test_heads_that_do_not_divide_the_model_are_refused():

@@ -395,6 +395,7 @@ def test_gpus_as_the_handout_types_them(monkeypatch):
     assert calls == [3, (4, 2, "nccl")]
 
 
+@pytest.mark.filterwarnings("ignore:There is an imbalance")
 def test_on_gpus_the_lesson_runs_the_real_data_parallel(monkeypatch, capsys):
     """What cannot run here: which devices `nn.DataParallel` and DDP get, and its warnings."""
     given = []

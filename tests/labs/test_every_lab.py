@@ -42,7 +42,8 @@ def missing_lines(root: Path, lab: str) -> list[str]:
 
 @pytest.mark.parametrize("lab", labs(ROOT))
 def test_every_lab_is_named_where_a_reader_looks(lab):
-    assert not missing_lines(ROOT, lab)
+    missing = missing_lines(ROOT, lab)
+    assert not missing, "\n".join(missing)
 
 
 def test_no_lab_is_a_single_file():
