@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -142,7 +143,7 @@ def time_attention(config: Config, backends: list[str]) -> None:
 
 def kernel_alone(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """`F.scaled_dot_product_attention` by this kernel."""
-    with checks.sdpa_kernel(checks.KERNELS[kernel]):
+    with sdpa_kernel(checks.KERNELS[kernel]):
         return F.scaled_dot_product_attention(q, k, v)
 
 

@@ -77,10 +77,10 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
 
-        loss = loss.detach()
+        loss = loss.detach().cpu()  # waits for the GPU
         if distributed:
             dist.all_reduce(loss)
-        losses.append(loss.item())  # waits for the GPU
+        losses.append(loss.item())
         if not losses[-1] < DIVERGED:
             break
         if len(losses) == 1:
@@ -215,7 +215,7 @@ class Sizes:
 
 
 # On GPUs, so that a step takes milliseconds: 34 million weights.
-LARGE = Sizes(features=4096, hidden=8192, rows=4096)
+LARGE = Sizes(features=4096, hidden=8192, rows=1024)
 
 
 def train_classifier(steps: int, wrap: Callable, sizes: Sizes) -> Training:
