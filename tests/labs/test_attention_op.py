@@ -108,6 +108,11 @@ def test_attention_is_pytorchs_at_any_shape(backend, sizes, masked, causal, dtyp
     assert max(errors) <= checks.allowed(dtype, checks.terms_of((3, 3, 9, 40, 5, 5)))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradients_are_the_numerical_ones_with_dropout_and_masks_too(backend):
+    assert checks.gradcheck_attention(backend)
+
+
 def test_kept_memory_is_that_of_the_tensors_for_the_backward_pass():
     q, k, v = (x.requires_grad_() for x in checks.random_inputs((2, 3, 5, 7, 4, 6)))
     # Q, K, V, P and O, in fp64
