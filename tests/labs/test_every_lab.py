@@ -26,7 +26,7 @@ def missing_lines(root: Path, lab: str) -> list[str]:
     verbs = re.search(r'(?m)^labs="(.*)"$', run_sh)[1]
     if verb not in verbs.split():
         missing.append(f'run.sh: add {verb} to the line  labs="{verbs}"')
-    usage = re.search(r"(?m)^#   bash run\.sh ((?:\w+\|)+\w+) ", run_sh)[1]
+    usage = re.search(r"(?m)^#   bash run\.sh ((?:\w+\|)+\w+)", run_sh)[1]
     if verb not in usage.split("|"):
         missing.append(f"run.sh: add {verb} to the line  #   bash run.sh {usage}")
     for name in ("README.md", "README.zh-CN.md"):
