@@ -47,7 +47,8 @@ PROGRAMS = (
 )
 # Verb of run.sh -> program, where it is not labs.VERB.
 VERBS = {"train": "train.py", "test": "", "gpu": "benchmarks.gpu", "attention": "labs.attention_op"}
-LABS = {"lenet", "wikitext", "pipeline", "collectives", "gpt"}
+RUN_SH = (ROOT / "run.sh").read_text(encoding="utf-8")
+LABS = set(re.search(r'(?m)^labs="(.*)"$', RUN_SH)[1].split())
 # Modules that need a package of requirements-extras.txt.
 EXTRAS = {"labs.lenet.lightning": "lightning"}
 # Variables may be set before a command.
@@ -443,8 +444,8 @@ REDUCED = {
     "labs.wikitext.trigram": [],
 }
 TRAIN = ("labs.gpt", "labs.lenet", "labs.pipeline", "labs.wikitext")
-LABS_WITH_PAGES = ("attention_op", "collectives", "gpt", "lenet", "pipeline", "wikitext")
-LAB_PAGES = [f"labs/{lab}/README.md" for lab in LABS_WITH_PAGES] + ["docs/positional_encoding.md"]
+LAB_PAGES = [name for name in NAMES if re.fullmatch(r"labs/\w+/README\.md", name)]
+LAB_PAGES += ["docs/positional_encoding.md"]
 
 
 def small_labs() -> None:
@@ -473,7 +474,7 @@ def write_lab_data(folder: Path) -> None:
 
 def handout_table(page: str) -> str:
     """What a lab's page sets beside its handout; the lab's own test runs these commands."""
-    tables = r"## (?:The handout, line by line|What the handout asks for)\n.*?\n## "
+    tables = r"## (?:The handout, line by line|What the handout asks for)\n.*?(?:\n## |\Z)"
     table = re.search(tables, read(page), re.DOTALL)
     return table[0] if table else ""
 

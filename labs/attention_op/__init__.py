@@ -1,6 +1,7 @@
-"""Attention and GELU written by hand, forward and backward: in Python and in C++.
+"""Attention and GELU written by hand, forward and backward: in Python, in C++, and as C++ loops.
 
-    python -m labs.attention_op      # check every operator against PyTorch, then time it
+    python -m labs.attention_op             # check every operator against PyTorch, then time it
+    python -m labs.attention_op.exercise    # check the backward passes that you wrote
 
     from labs.attention_op import attention, gelu, MultiHeadAttention, use_in
     out = attention(q, k, v, mask=padding, causal=True, backend="cpp")    # (B, H, S, D) each

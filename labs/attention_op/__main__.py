@@ -1,8 +1,8 @@
 """Check attention and GELU written by hand against PyTorch's, then time them.
 
-python -m labs.attention_op                       # both implementations
-python -m labs.attention_op --backend cpp         # one implementation; C++ is compiled at first use
-python -m labs.attention_op --seq 1024 --batch 1  # other sizes
+python -m labs.attention_op                               # all three implementations
+python -m labs.attention_op --backend fused               # one; C++ is compiled at first use
+python -m labs.attention_op --seq_length 1024 --batch_size 1
 """
 
 from engine.memory import keep_freed_memory  # engine before PyTorch, as in every script
@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import sdpa_kernel
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
@@ -27,28 +28,36 @@ from labs.attention_op.operators import BACKENDS, attention, gelu
 class Config:
     """Every setting of this lab."""
 
-    backend: str = flag("", "only this one (python|cpp); default: both", "Operators")
-    batch: int = flag(8, "sequences", "Sizes", min=1)
-    heads: int = flag(8, "attention heads", "Sizes", min=1)
-    seq: int = flag(256, "queries, and keys, per row", "Sizes", min=1)
-    width: int = flag(64, "width of a head", "Sizes", min=1)
+    backend: str = flag("", "only this one (python|cpp|fused); default: all", "Operators")
+    batch_size: int = flag(8, "sequences", "Sizes", min=1)
+    nhead: int = flag(8, "attention heads", "Sizes", min=1)
+    seq_length: int = flag(256, "tokens of a sequence: queries, and keys", "Sizes", min=1)
+    d_model: int = flag(512, "width of the model: all heads side by side", "Sizes", min=1)
     turns: int = flag(5, "timed passes of each implementation", "Timing", min=1)
     seed: int = flag(1, "seed of the random inputs", "Timing", min=0)
 
 
 def main(config: Config) -> None:
     """Check, then time. Raises `UserError` if a check fails."""
+    if config.d_model % config.nhead:
+        raise UserError(
+            f"--d_model {config.d_model} cannot be divided among --nhead {config.nhead} heads"
+        )
     keep_freed_memory()  # as the training scripts do
     torch.manual_seed(config.seed)
     backends = usable_backends(config.backend)
     right = check_all(backends)
     threads = torch.get_num_threads()
     print(
-        f"\nforward and backward in ms, median of {config.turns}, {threads} threads; "
-        "MiB kept for the backward pass, inputs included"
+        f"\nforward and backward, {threads} threads, medians of {config.turns} turns"
+        "\nms: on the clock, which other programs slow down; CPU ms: of all threads together"
+        "\nx: how many times python's CPU time is as long, in the same turn"
+        "\nMiB: kept from the forward for the backward pass, inputs included"
+        f"\n{'':<18}{'ms':>9}{'CPU ms':>9}{'x':>7}{'MiB':>8}"
     )
-    time_attention(config, backends)
-    time_gelu(config, backends)
+    contestants = ["python", *(backend for backend in backends if backend != "python")]
+    time_attention(config, contestants)
+    time_gelu(config, contestants)
     if not right:
         raise UserError("an operator differs from PyTorch's: see WRONG above")
 
@@ -69,24 +78,34 @@ def usable_backends(wanted: str) -> list[str]:
     return backends
 
 
+# (B, H, S, T, D, W) for each kernel of PyTorch: flash needs D = W.
+CHECKED_SIZES = {"math": (3, 2, 37, 41, 16, 24), "flash": (3, 2, 37, 41, 24, 24)}
+
+
 def check_all(backends: list[str]) -> bool:
-    """Print one line per operator; return whether all are right."""
-    titles = ("fp32 out", "gradient", "fp64 out", "gradient")
-    print(f"\n{'largest error':<24}{''.join(f'{title:>10}' for title in titles)}  gradcheck")
+    """Print a line per operator and kernel of PyTorch; return whether all are right."""
+    print(
+        "\nlargest error, relative to the largest number where that is above 1; for attention over"
+        "\nno mask, padding, causal, and both. right: no error is above its limit, 2 x additions x"
+        "\neps, and gradcheck finds the numerical derivatives."
+    )
+    titles = ("fp32 out", "gradient", "limit", "fp64 out", "gradient", "limit")
+    print(f"{'':<18}{'PyTorch’s':<10}{''.join(f'{title:>9}' for title in titles)}  gradcheck")
     results = []
     for backend in backends:
-        sizes = (3, 2, 37, 41, 16, 24)  # B, H, S, T, D, W
-        errors = partial(checks.check_attention, backend, sizes)
         passed = checks.gradcheck_attention(backend)
-        results.append(report(f"attention, {backend}", errors, checks.terms_of(sizes), passed))
+        for kernel, sizes in CHECKED_SIZES.items():
+            errors = partial(checks.check_attention, backend, kernel, sizes)
+            terms = checks.terms_of(sizes)
+            results.append(report(f"attention, {backend}", kernel, errors, terms, passed))
     for backend in backends:
-        errors = partial(checks.check_gelu, backend)
         passed = checks.gradcheck_gelu(backend)
-        results.append(report(f"gelu, {backend}", errors, checks.GELU_TERMS, passed))
+        errors = partial(checks.check_gelu, backend)
+        results.append(report(f"gelu, {backend}", "F.gelu", errors, checks.GELU_TERMS, passed))
     return all(results)
 
 
-def report(name: str, errors: Callable, terms: int, passed: bool) -> bool:
+def report(name: str, kernel: str, errors: Callable, terms: int, passed: bool) -> bool:
     """Print one operator's errors by number format, and whether it `passed` gradcheck.
 
     Returns whether it passed and its errors are small enough.
@@ -95,36 +114,44 @@ def report(name: str, errors: Callable, terms: int, passed: bool) -> bool:
     right = passed
     for dtype in (torch.float32, torch.float64):
         pair = errors(dtype)
-        cells += "".join(f"{value:>10.1e}" for value in pair)
-        right = right and max(pair) <= checks.allowed(dtype, terms)
-    verdict = "passes" if passed else "FAILS"
-    print(f"{name:<24}{cells}  {verdict}{'' if right else '  WRONG'}", flush=True)
+        limit = checks.allowed(dtype, terms)
+        cells += "".join(f"{value:>9.1e}" for value in (*pair, limit))
+        right = right and max(pair) <= limit
+    gradcheck = "passes" if passed else "FAILS"
+    print(f"{name:<18}{kernel:<10}{cells}  {gradcheck:<9}  {'right' if right else 'WRONG'}")
     return right
 
 
 def time_attention(config: Config, backends: list[str]) -> None:
-    """Ours beside PyTorch's, without a mask."""
-    contestants = {"F.scaled_dot_product_attention": F.scaled_dot_product_attention}
-    for backend in backends:
-        contestants[backend] = partial(attention, backend=backend)
+    """Ours beside PyTorch's two kernels, without a mask."""
+    contestants = {backend: partial(attention, backend=backend) for backend in backends}
+    for kernel in checks.KERNELS:
+        contestants[f"PyTorch, {kernel}"] = partial(kernel_alone, kernel)
+    head = config.d_model // config.nhead
     sizes = (
-        config.batch,
-        config.heads,
-        config.seq,
-        config.seq,
-        config.width,
-        config.width,
+        config.batch_size,
+        config.nhead,
+        config.seq_length,
+        config.seq_length,
+        head,
+        head,
     )
-    print(f"attention (B, H, S, D) = {(config.batch, config.heads, config.seq, config.width)}")
+    shape = (config.batch_size, config.nhead, config.seq_length, head)
+    print(f"attention (B, H, S, D) = {shape}")
     race(contestants, checks.random_inputs(sizes, torch.float32), config.turns)
+
+
+def kernel_alone(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` by this kernel."""
+    with sdpa_kernel(checks.KERNELS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 def time_gelu(config: Config, backends: list[str]) -> None:
     """Ours beside PyTorch's, on the hidden layer of a Transformer: four times the model's width."""
-    contestants = {"F.gelu": F.gelu}
-    for backend in backends:
-        contestants[backend] = partial(gelu, backend=backend)
-    shape = (config.batch * config.seq, 4 * config.heads * config.width)
+    contestants = {backend: partial(gelu, backend=backend) for backend in backends}
+    contestants["F.gelu"] = F.gelu
+    shape = (config.batch_size * config.seq_length, 4 * config.d_model)
     print(f"gelu of {shape}")
     race(contestants, [torch.randn(shape)], config.turns)
 
@@ -132,17 +159,22 @@ def time_gelu(config: Config, backends: list[str]) -> None:
 def race(contestants: dict[str, Callable], inputs: list[torch.Tensor], turns: int) -> None:
     """Time the contestants by turns, so that a slow moment of the machine hits all of them."""
     inputs = [x.requires_grad_() for x in inputs]
-    times = {name: [] for name in contestants}
-    for _ in range(turns + 1):
+    times = {name: [] for name in contestants}  # (on the clock, of the CPU) in ms
+    for turn in range(turns + 1):
         for name, operator in contestants.items():
-            start = time.perf_counter()
+            clock, cpu = time.perf_counter(), time.process_time()
             out = operator(*inputs)
             torch.autograd.grad(out, inputs, out.detach())
-            times[name].append(1e3 * (time.perf_counter() - start))
-    for name, values in times.items():
-        median = statistics.median(values[1:])  # the first turn warms up
+            spent = 1e3 * (time.perf_counter() - clock), 1e3 * (time.process_time() - cpu)
+            if turn > 0:  # the first turn warms up
+                times[name].append(spent)
+    for name, own in times.items():
+        clock, cpu = (statistics.median(values) for values in zip(*own))
+        ratio = statistics.median(
+            python_cpu / own_cpu for (_, python_cpu), (_, own_cpu) in zip(times["python"], own)
+        )
         kept = kept_bytes(contestants[name], inputs) / 2**20
-        print(f"  {name:<32}{median:>10.2f} ms{kept:>8.1f} MiB", flush=True)
+        print(f"  {name:<16}{clock:>9.2f}{cpu:>9.2f}{ratio:>7.2f}{kept:>8.1f}", flush=True)
 
 
 def kept_bytes(operator: Callable, inputs: list[torch.Tensor]) -> int:

@@ -37,7 +37,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from engine.errors import UserError
 
 
 class Attention(torch.autograd.Function):
@@ -69,9 +70,9 @@ class Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):
         """∂O → ∂Q, ∂K, ∂V; the other inputs have no gradient."""
+        refuse_second_derivative("attention")
         q, k, v, factors, weights, out = ctx.saved_tensors
         grad_v = dropped(weights, factors).mT @ grad  # (B, H, T, W)
         grad_weights = dropped(grad @ v.mT, factors)  # (B, H, S, T)
@@ -85,3 +86,15 @@ class Attention(torch.autograd.Function):
 def dropped(weights: Tensor, factors: Tensor | None) -> Tensor:
     """P ∘ Z"""
     return weights if factors is None else weights * factors
+
+
+def refuse_second_derivative(operator: str) -> None:
+    """For a backward pass whose own derivative nobody wrote. Raises `UserError`.
+
+    PyTorch's `once_differentiable` raises only where the gradient that comes in depends on an
+    input. That of `out.sum()` is constant, so a second derivative would be wrong without an error.
+    """
+    if torch.is_grad_enabled():
+        raise UserError(
+            f"{operator}: this implementation has no second derivative; leave out create_graph=True"
+        )

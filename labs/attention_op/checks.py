@@ -8,8 +8,13 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labs.attention_op.operators import attention, gelu
+
+# PyTorch has two kernels for attention on a CPU. "math" is made of operations like ours. "flash"
+# goes block by block (Dao et al. 2022); it needs D = W, and PyTorch takes it wherever it can.
+KERNELS = {"math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION}
 
 GELU_TERMS = 16  # GELU sums nothing, but its dozen operations round too
 
@@ -49,44 +54,53 @@ def compare(ours: Callable, theirs: Callable, inputs: list[Tensor]) -> tuple[flo
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    kernel: str = "math",
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` with our masks: True = ignore, `causal` beside a mask."""
+    """`F.scaled_dot_product_attention` with our masks: True = ignore, `causal` beside a mask.
+
+    kernel: "math" or "flash".
+    """
     ignored = torch.zeros(*q.shape[:3], k.size(2), dtype=torch.bool, device=q.device)
     if mask is not None:
         ignored = ignored | mask
     if causal:
         ignored = ignored | torch.ones_like(ignored[0, 0]).triu(1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=~ignored)
+    with sdpa_kernel(KERNELS[kernel]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~ignored)
 
 
-def random_inputs(sizes: tuple[int, ...], dtype=torch.float64, device="cpu") -> list[Tensor]:
+def random_inputs(sizes: tuple[int, ...], dtype=torch.float64) -> list[Tensor]:
     """(B, H, S, T, D, W) → q, k, v of N(0, 1)"""
     b, h, s, t, d, w = sizes
     shapes = ((s, d), (t, d), (t, w))
-    return [torch.randn(b, h, *shape, dtype=dtype, device=device) for shape in shapes]
+    return [torch.randn(b, h, *shape, dtype=dtype) for shape in shapes]
 
 
-def random_padding(sequences: int, keys: int, device="cpu") -> Tensor:
+def random_padding(sequences: int, keys: int) -> Tensor:
     """(B, 1, 1, T) True = padding, at the end; the first sequence is padding only."""
-    real = torch.randint(1, max(2, keys + 1), (sequences, 1), device=device)
+    real = torch.randint(1, max(2, keys + 1), (sequences, 1))
     real[:1] = 0
-    return (torch.arange(keys, device=device) >= real)[:, None, None]
+    return (torch.arange(keys) >= real)[:, None, None]
 
 
 def check_attention(
-    backend: str, sizes: tuple[int, ...], dtype: torch.dtype, device="cpu"
+    backend: str, kernel: str, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[float, float]:
     """Errors of output and gradients, the largest over no mask, padding, causal, and both."""
-    padding = random_padding(sizes[0], sizes[3], device)
+    padding = random_padding(sizes[0], sizes[3])
     errors = []
     for mask, causal in ((None, False), (padding, False), (None, True), (padding, True)):
         settings = dict(mask=mask, causal=causal)
         errors.append(
             compare(
                 lambda *qkv, s=settings: attention(*qkv, **s, backend=backend),
-                lambda *qkv, s=settings: reference_attention(*qkv, **s),
-                random_inputs(sizes, dtype, device),
+                lambda *qkv, s=settings: reference_attention(*qkv, **s, kernel=kernel),
+                random_inputs(sizes, dtype),
             )
         )
     outputs, gradients = zip(*errors)

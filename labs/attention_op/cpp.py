@@ -6,12 +6,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from engine.errors import UserError
 from fast import build
+from labs.attention_op.attention_python import refuse_second_derivative
 
-SOURCE = Path(__file__).with_name("operators.cpp")
+# File -> the namespace in `torch.ops` where it registers its functions.
+NAMESPACES = {"operators": "attention_op", "fused": "attention_op_fused"}
 
 
 class CppGelu(torch.autograd.Function):
@@ -21,13 +22,13 @@ class CppGelu(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> Tensor:
         """Any shape → the same shape."""
         ctx.save_for_backward(x)
-        return library().gelu(x)
+        return library("operators").gelu(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor) -> Tensor:
         """∂L/∂y → ∂L/∂x"""
-        return library().gelu_backward(grad, *ctx.saved_tensors)
+        refuse_second_derivative("gelu")
+        return library("operators").gelu_backward(grad, *ctx.saved_tensors)
 
 
 class CppAttention(torch.autograd.Function):
@@ -43,42 +44,42 @@ class CppAttention(torch.autograd.Function):
         factors: Tensor | None,
     ) -> Tensor:
         """As `Attention.forward`."""
-        out, weights = library().attention(q, k, v, bias, factors)
+        out, weights = library("operators").attention(q, k, v, bias, factors)
         ctx.save_for_backward(q, k, v, factors, weights, out)
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad: Tensor):
         """∂O → ∂Q, ∂K, ∂V; the other inputs have no gradient."""
-        grads = library().attention_backward(grad, *ctx.saved_tensors)
+        refuse_second_derivative("attention")
+        grads = library("operators").attention_backward(grad, *ctx.saved_tensors)
         return *grads, None, None
 
 
 @functools.cache
-def load() -> bool:
-    """Compile operators.cpp unless that was done before, and register its functions with PyTorch.
+def load(name: str) -> bool:
+    """Compile NAME.cpp unless that was done before, and register its functions with PyTorch.
 
     Raises `UserError` where it cannot be compiled or loaded.
     """
     reason = build.why_not()
     if not reason:
         try:
-            torch.ops.load_library(build.compiled(SOURCE))
+            torch.ops.load_library(build.compiled(Path(__file__).with_name(f"{name}.cpp")))
         except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
             reason = build.reason_of(error)
     if reason:
-        raise UserError(f"operators.cpp cannot be compiled: {reason}; choose the backend 'python'")
+        raise UserError(f"{name}.cpp cannot be compiled: {reason}; choose the backend 'python'")
     return True
 
 
 @torch.compiler.assume_constant_result
-def ensure_loaded() -> bool:
-    """`load()` at the first call. For torch.compile, which cannot trace it, it is a constant."""
-    return load()
+def ensure_loaded(name: str) -> bool:
+    """`load(name)` at the first call. torch.compile cannot trace it: for it this is a constant."""
+    return load(name)
 
 
-def library():
-    """`torch.ops.attention_op`"""
-    ensure_loaded()
-    return torch.ops.attention_op
+def library(name: str):
+    """The functions of NAME.cpp."""
+    ensure_loaded(name)
+    return getattr(torch.ops, NAMESPACES[name])

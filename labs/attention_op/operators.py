@@ -9,10 +9,11 @@ from torch import Tensor
 from engine.errors import UserError
 from labs.attention_op.attention_python import Attention
 from labs.attention_op.cpp import CppAttention, CppGelu
+from labs.attention_op.fused import FusedAttention, FusedGelu
 from labs.attention_op.gelu_python import Gelu
 
-GELU = {"python": Gelu, "cpp": CppGelu}
-ATTENTION = {"python": Attention, "cpp": CppAttention}
+GELU = {"python": Gelu, "cpp": CppGelu, "fused": FusedGelu}
+ATTENTION = {"python": Attention, "cpp": CppAttention, "fused": FusedAttention}
 BACKENDS = tuple(ATTENTION)
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -34,12 +35,12 @@ def attention(
     causal:  query i sees the keys 0…i, also when S ≠ T. Can be combined with a mask.
     dropout: probability of setting a weight to 0; the others are divided by 1 − dropout.
              Pass 0 outside training.
-    backend: "python" or "cpp".
+    backend: "python"; "cpp", the same functions called from C++; "fused", loops in C++ (CPU only).
 
     A query that may see nothing gets zeros. Half precision is computed in fp32 and rounded at the
     end, also under autocast. Can be differentiated once. Raises `UserError`.
     """
-    check_backend("attention", backend)
+    check_backend("attention", backend, q)
     check_inputs(q, k, v, mask, dropout)
     dtype = q.dtype
     if dtype in HALF_PRECISION:
@@ -64,7 +65,7 @@ def gelu(x: Tensor, backend: str = "python") -> Tensor:
 
     Half precision is computed in fp32 and rounded at the end. Raises `UserError`.
     """
-    check_backend("gelu", backend)
+    check_backend("gelu", backend, x)
     if not x.is_floating_point():
         raise UserError(f"gelu: the input is {x.dtype}; pass floating-point numbers")
     wide = x.float() if x.dtype in HALF_PRECISION else x
@@ -78,10 +79,15 @@ def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
 
 
-def check_backend(operator: str, backend: str) -> None:
-    """Raises `UserError` for an unknown backend."""
+def check_backend(operator: str, backend: str, x: Tensor | None = None) -> None:
+    """Raises `UserError` for an unknown backend, or one that cannot compute where `x` is."""
     if backend not in BACKENDS:
         raise UserError(f"{operator}: unknown backend {backend!r}; choose {', '.join(BACKENDS)}")
+    if backend == "fused" and x is not None and x.device.type != "cpu":
+        raise UserError(
+            f"{operator}: the backend 'fused' is for the CPU, and the input is on {x.device}; "
+            "choose cpp or python"
+        )
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> None:

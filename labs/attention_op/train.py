@@ -18,7 +18,7 @@ from model import Translator
 class Config(train.Config):
     """The settings of train.py and one more."""
 
-    attention: str = flag("python", "attention by hand (python|cpp)", "Model", fixed=True)
+    attention: str = flag("python", "attention by hand (python|cpp|fused)", "Model", fixed=True)
 
 
 def main(config: Config) -> None:

@@ -1,4 +1,4 @@
-"""Collectives by hand: seven small lessons, each a right way beside the wrong one.
+"""Collectives by hand: nine small lessons, each a right way beside the wrong one.
 
 python -m labs.collectives                              # starts 3 processes itself (gloo, CPU)
 python -m labs.collectives --lesson mean --processes 4  # one lesson, on 4 processes
@@ -12,7 +12,9 @@ mean        one loss and one accuracy instead of one per process; the right grad
 sampler     which rows DistributedSampler repeats or drops, and what that does to a score
 scaling     batch size and learning rate on N processes: two right rules that are wrong together
 ddp         DistributedDataParallel and DataParallel beside one process
-fp16        gradients that underflow, and a loss scaler by hand
+ring        all-reduce, reduce-scatter and broadcast from send and receive, and their cost
+norm        BatchNorm depends on the other rows and ranks, LayerNorm does not
+fp16        gradients that underflow or overflow, and a loss scaler by hand
 
 The output is Markdown, for a report: python -m labs.collectives > collectives.md
 """
@@ -28,11 +30,13 @@ class Config:
     """Which lesson, on how many processes."""
 
     lesson: str = flag(
-        "all", "(all|gather|all_gather|mean|sampler|scaling|ddp|fp16)", "Collectives"
+        "all",
+        "(all|gather|all_gather|mean|sampler|scaling|ddp|ring|norm|fp16)",
+        "Collectives",
     )
     processes: int = flag(3, "how many to start (not under torchrun)", "Collectives", min=2, max=32)
     gpu_devices: tuple = flag(
-        (), "gather on these GPUs by NCCL, one process each; default: by gloo", "Collectives"
+        (), "gather and ddp on these GPUs by NCCL, one process each; default: gloo", "Collectives"
     )
     target_device: int = flag(
         1, "number of the GPU (or of its stand-in on the CPU) that receives", "Collectives", min=0

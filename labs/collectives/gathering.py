@@ -45,7 +45,8 @@ def lesson_gather(gpus: tuple[int, ...] = (), target: int = 1) -> None:
 
     `dst` is a rank, not the number of a GPU: with --gpu_devices 1 2, GPU 1 belongs to rank 0. Only
     the destination passes a list to gather into. The wrong call below runs in a group that gives up
-    after 2 seconds; by default gloo gives up after half an hour.
+    after 2 seconds; by default gloo gives up after half an hour. Predict: two ranks make a mistake.
+    What does the third one say?
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     # The handout leaves GPU 0 to somebody else. Without --gpu_devices these numbers stand for GPUs.
@@ -127,7 +128,7 @@ def lesson_all_gather() -> None:
     Rank r has N - r elements of value r + 1. No collective compares the shapes of different ranks:
     gloo refuses, or returns numbers that nobody sent. It may even abort the process, which no `try`
     catches. The handout's all_gather, whose N buffers have the shape of the rank's own tensor, does
-    that, so it is not run here.
+    that, so it is not run here. Predict: what stands where rank 0 expects more than a rank sent?
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.full((size - rank,), rank + 1)

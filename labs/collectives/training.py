@@ -1,8 +1,10 @@
-"""Three lessons: batch size and learning rate, DDP and DataParallel, fp16 with a loss scaler.
+"""Two lessons: batch size and learning rate, DDP and DataParallel.
 
 N ranks, B rows of a global batch, D features.
 """
 
+import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -12,6 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from labs.collectives.common import all_gather_object, print_table, print_text
+
+# A mean loss above this ends a run: from here on it only grows, until everything is infinite and
+# a comparison of two runs says nothing.
+DIVERGED = 1e6
 
 
 def linear(features: int) -> nn.Linear:
@@ -33,32 +39,54 @@ def flat_weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
+@dataclass
+class Training:
+    """What `train` found."""
+
+    losses: list[float]  # the mean loss of each step
+    weights: torch.Tensor  # all of them in one row, at the end
+    seconds: float  # of a step, the mean without the first
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the last loss was so large, or not a number, that the run was ended."""
+        return not self.losses[-1] < DIVERGED
+
+
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     loss_of: Callable,
-) -> tuple[list[float], torch.Tensor]:
-    """A step for each batch x (B, D), y (B); returns the mean losses and the weights.
+) -> Training:
+    """A step for each batch x (B, D), y (B), unless the loss diverges before the last.
 
     Under DDP each rank computes its rows of the batch, otherwise this process computes all.
     `loss_of(outputs, y)` is a sum over rows.
     """
     distributed = isinstance(model, DistributedDataParallel)
     rank, size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
+    device = next(model.parameters()).device
     losses = []
+    start = time.perf_counter()
     for x, y in batches:
+        x, y = x.to(device), y.to(device)
         loss = loss_of(model(x[rank::size]), y[rank::size]) / len(x)
         # DDP averages the gradients of the ranks, whose shares may differ: so multiply by N.
         (loss * size).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-        loss = loss.detach()
+        loss = loss.detach().cpu()  # waits for the GPU
         if distributed:
             dist.all_reduce(loss)
         losses.append(loss.item())
-    return losses, flat_weights(model)
+        if not losses[-1] < DIVERGED:
+            break
+        if len(losses) == 1:
+            start = time.perf_counter()
+    seconds = (time.perf_counter() - start) / max(1, len(losses) - 1)
+    return Training(losses, flat_weights(model).cpu(), seconds)
 
 
 # ---------------------------------------------------------------- scaling
@@ -79,8 +107,8 @@ def scaled_learning_rate(
 
 def train_linear(
     features: int, batch: int, learning_rate: float, steps: int, distributed: bool
-) -> tuple[list[float], torch.Tensor]:
-    """SGD on least squares without noise; returns the loss of every batch and the weights."""
+) -> Training:
+    """SGD on least squares without noise."""
     model = linear(features)
     if distributed:
         model = DistributedDataParallel(model)
@@ -116,6 +144,7 @@ def lesson_scaling() -> None:
     Rule 1 divides the batch by N: the global batch stays, so the learning rate stays. Rule 2 keeps
     the batch of each process: the global batch is N times as large, so the learning rate may grow,
     after a gradual warm-up. The handout does both: the batch of one process with N times its rate.
+    Predict: which of the three runs below diverges?
     """
     rows = []
     for n in (1, 2, 4, 8):
@@ -133,16 +162,19 @@ def lesson_scaling() -> None:
     features, settings = scaling_settings(size)
     rows = []
     for name, batch, rate, steps in settings:
-        losses, weights = train_linear(features, batch, rate, steps, distributed=True)
-        _, expected = train_linear(features, batch, rate, steps, distributed=False)
-        gap = (weights - expected).norm() / expected.norm()
+        ours = train_linear(features, batch, rate, steps, distributed=True)
+        made = len(ours.losses)
+        alone = train_linear(features, batch, rate, made, distributed=False)
+        gap = (ours.weights - alone.weights).norm() / alone.weights.norm()
+        last = f"diverges after {made} steps" if ours.diverged else f"{ours.losses[-1]:.1e}"
         run = (name, batch // size, batch, f"{rate:.4f}", steps)
-        rows.append((*run, f"{losses[0]:.2f}", f"{losses[-1]:.1e}", f"{gap:.0e}"))
+        rows.append((*run, f"{ours.losses[0]:.2f}", last, f"{gap:.0e}"))
     columns = "setting|per rank|global batch|rate|steps|first loss|last loss|against one process"
     print_table(f"SGD, least squares, {features} features, N = {size}", columns, rows)
     print_text(
         "Last column: the relative difference of the weights to those of one process with that\n"
-        "global batch and rate."
+        "global batch and rate, after as many steps. A run is ended as diverging when its loss is\n"
+        f"above {DIVERGED:g}."
     )
 
 
@@ -172,149 +204,126 @@ class DataParallelByHand(nn.Module):
         return torch.cat(outputs)  # 4. gather: the first device computes the loss of all rows
 
 
-def train_classifier(steps: int, wrap: Callable) -> tuple[list[float], torch.Tensor]:
-    """A small network, SGD with momentum, 61 rows per step; returns the losses and the weights.
+@dataclass
+class Sizes:
+    """Of the network and the batches of the lesson `ddp`."""
+
+    features: int = 8
+    hidden: int = 16
+    classes: int = 3
+    rows: int = 61  # of a global batch
+
+
+# On GPUs, so that a step takes milliseconds: 34 million weights.
+LARGE = Sizes(features=4096, hidden=8192, rows=1024)
+
+
+def train_classifier(steps: int, wrap: Callable, sizes: Sizes) -> Training:
+    """A small network, SGD with momentum.
 
     `wrap(network)` is what is trained: the network itself, under DDP, or in DataParallel.
     """
     torch.manual_seed(5)
-    model = wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)))
+    first = nn.Linear(sizes.features, sizes.hidden)
+    model = wrap(nn.Sequential(first, nn.Tanh(), nn.Linear(sizes.hidden, sizes.classes)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     batches = []
     for step in range(1, steps + 1):
-        x = torch.randn(61, 8, generator=torch.Generator().manual_seed(step))
-        batches.append((x, x[:, :3].argmax(dim=1)))
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(sizes.rows, sizes.features, generator=generator)
+        batches.append((x, x[:, : sizes.classes].argmax(dim=1)))
     return train(model, optimizer, batches, nn.CrossEntropyLoss(reduction="sum"))
 
 
-def lesson_ddp() -> None:
+def busiest_device(sizes: Sizes, devices: int) -> list[tuple]:
+    """Rows for a table: how many numbers pass through the busiest device in a step, and why."""
+    weights = (sizes.features + 1) * sizes.hidden + (sizes.hidden + 1) * sizes.classes
+    others = devices - 1
+    own_rows = len(torch.empty(sizes.rows).chunk(devices)[0])
+    rows = sizes.rows - own_rows  # of the other devices
+    out = others * weights + rows * (sizes.features + sizes.classes)
+    back = others * weights + rows * sizes.classes
+    ring = round(2 * others / devices * weights)
+    return [
+        ("DataParallel", out, "weights, rows, gradients of outputs", back, "gradients, outputs"),
+        ("DDP", ring, "gradients in a ring", ring, "gradients: see the lesson ring"),
+    ]
+
+
+def lesson_ddp(gpus: tuple[int, ...] = ()) -> None:
     """ddp: DistributedDataParallel and DataParallel equal one process.
 
     All three train on the same global batches of 61 rows. DDP has a process for each share of the
     rows and averages the gradients. DataParallel is one process: it splits the batch, copies the
     weights to every device, gathers the outputs, computes the loss and sums the gradients.
+    PyTorch's documentation warns: "It is recommended to use DistributedDataParallel, instead of
+    this class, to do multi-GPU training, even if there is only a single node." Predict: how many
+    times as many numbers pass through DataParallel's first device as through one of DDP, for 3
+    devices and for 8?
     """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="nccl") if gpus else None
+
+    def in_ddp(network: nn.Module) -> nn.Module:
+        if gpus:
+            network = network.to(f"cuda:{gpus[rank]}")
+        return DistributedDataParallel(network, process_group=group)
+
+    def in_data_parallel(network: nn.Module) -> nn.Module:
+        if gpus:
+            return nn.DataParallel(network.to(f"cuda:{gpus[0]}"), device_ids=list(gpus))
+        return DataParallelByHand(network, size)
+
+    sizes = Sizes()
+    ddp = train_classifier(20, in_ddp, sizes)
+    copies = all_gather_object(ddp.weights)
+    large_ddp = train_classifier(20, in_ddp, LARGE) if gpus else None
+    if rank == 0:  # the others are one process, too
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            data_parallel = train_classifier(20, in_data_parallel, sizes)
+        alone = train_classifier(20, lambda network: network, sizes)
+        print_comparison({"DDP": ddp, "DataParallel": data_parallel, "one process": alone}, sizes)
+        between = max((weights - copies[0]).abs().max() for weights in copies)
+        print_text(f"Largest difference between the weights of DDP's ranks: {between:.1e}.")
+        columns = "way|sent|what|received|what"
+        caption = "numbers that pass through the busiest device in a step"
+        print_table(f"{caption}, N = {size}", columns, busiest_device(sizes, size))
+        print_table(f"{caption}, N = 8", columns, busiest_device(sizes, 8))
+        for warning in caught:
+            print_text(f"PyTorch warns: {warning.message}")
+        if gpus:
+            large = train_classifier(20, in_data_parallel, LARGE)
+            rows = [("DDP", large_ddp), ("DataParallel", large)]
+            rows = [(name, f"{1e3 * run.seconds:.1f}") for name, run in rows]
+            print_table(f"a network of 34 million weights on GPUs {gpus}", "way|ms a step", rows)
+        else:
+            print_text(
+                "DataParallel is written by hand here: `nn.DataParallel` splits a batch over GPUs\n"
+                "only. Without GPUs it calls the model itself. --gpu_devices 0 1 runs the real one."
+            )
+    dist.barrier()
+
+
+def print_comparison(runs: dict[str, Training], sizes: Sizes) -> None:
+    """Losses and weights of the three ways, the last of them on one process."""
     size = dist.get_world_size()
-    runs = {
-        "DDP": train_classifier(20, DistributedDataParallel),
-        "DataParallel": train_classifier(20, lambda module: DataParallelByHand(module, size)),
-        "one process": train_classifier(20, lambda module: module),
-    }
     print_table(
         f"loss on {size} devices and of one process, same batches",
         "step|" + "|".join(runs),
         [
-            (step, *(f"{losses[step - 1]:.6f}" for losses, _ in runs.values()))
+            (step, *(f"{run.losses[step - 1]:.6f}" for run in runs.values()))
             for step in (1, 5, 10, 20)
         ],
     )
-    batch = torch.arange(61)
+    batch = torch.arange(sizes.rows)
     shares = {
         "DDP": [len(batch[rank::size]) for rank in range(size)],
         "DataParallel": [len(share) for share in batch.chunk(size)],
     }
-    _, expected = runs["one process"]
     rows = []
     for name, lengths in shares.items():
-        gap = (runs[name][1] - expected).abs().max()
+        gap = (runs[name].weights - runs["one process"].weights).abs().max()
         rows.append((name, " ".join(map(str, lengths)), f"{gap:.1e}"))
     columns = "way|rows of each device|largest difference to one process"
     print_table("weights after 20 steps", columns, rows)
-
-    _, weights = runs["DDP"]
-    between = max((other - weights).abs().max() for other in all_gather_object(weights))
-    print_text(
-        f"Largest difference between the weights of DDP's ranks: {between:.1e}.\n"
-        "DataParallel is written by hand here: `nn.DataParallel` splits a batch over GPUs\n"
-        "only. Without GPUs it calls the model itself."
-    )
-
-
-# ---------------------------------------------------------------- fp16
-
-
-@dataclass
-class LossScaler:
-    """Dynamic loss scaling (Micikevicius et al. 2018) with torch.amp.GradScaler's defaults."""
-
-    scale: float = 2.0**16
-    growth_interval: int = 2000
-    good_steps: int = 0
-
-    def update(self, overflow: bool) -> bool:
-        """After a backward pass: adapt the scale; return whether to make the step."""
-        if overflow:
-            self.scale /= 2
-            self.good_steps = 0
-            return False
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.scale *= 2
-            self.good_steps = 0
-        return True
-
-
-def train_half(
-    dtype: torch.dtype, scaler: LossScaler | None, steps: int = 300, master_weights: bool = True
-) -> tuple[float, float]:
-    """Least squares with small targets; returns the last error and the share of zero gradients.
-
-    The error is relative to that of w = 0. Products and gradients are in `dtype`. The weights are
-    in fp32, or without `master_weights` in `dtype` too, as after `model.half()`.
-    """
-    # 1e-3 and 4e-3 make gradients so small that fp16 rounds most of them to 0. The gradient is
-    # 2 · 4e-3 · mean(error · x); times the rate of 50 a step is 0.4 · mean(error · x).
-    x, y = synthetic(rows=64, features=16, seed=7)
-    y = y[:, None] * 1e-3  # (B, 1)
-    weight = torch.zeros(16, 1)  # (D, 1)
-    zero_shares = []
-    for _ in range(steps):
-        scale = scaler.scale if scaler else 1.0
-        rounded = weight.to(dtype, copy=True).requires_grad_()
-
-        error = (x.to(dtype) @ rounded).float() - y
-        loss = error.square().mean() * 4e-3
-        (loss * scale).backward()
-
-        zero_shares.append((rounded.grad == 0).float().mean().item())
-        gradient = rounded.grad.float() / scale
-        if scaler is None or scaler.update(overflow=not gradient.isfinite().all()):
-            weight -= 50 * gradient
-            if not master_weights:
-                weight = weight.to(dtype).float()
-    relative_error = (x @ weight - y).square().mean() / y.square().mean()
-    return relative_error.item(), sum(zero_shares) / steps
-
-
-def lesson_fp16() -> None:
-    """fp16: gradients that underflow, and a loss scaler by hand.
-
-    fp16 holds nothing below 6e-8 or above 65504. The loss is multiplied before the backward pass
-    and the gradient divided after it, in fp32; a step whose gradient overflowed is skipped and the
-    scale halved. `model.half()`, the same as `model.to(torch.float16)`, needs that too, and also
-    rounds every update of a weight to 11 bits.
-    """
-    rows = []
-    for value in (1e-3, 1e-5, 1e-7, 1e-8):
-        plain = torch.tensor(value).half().item()
-        scaled = (torch.tensor(value) * 2**16).half().item() / 2**16
-        rows.append((f"{value:.0e}", f"{plain:.2e}", f"{scaled:.2e}"))
-    columns = "true|in fp16|times 65536 in fp16, divided in fp32"
-    print_table("a gradient in fp16", columns, rows)
-    half = (torch.ones((), dtype=torch.float16) + 1e-4).item()
-    single = (torch.ones(()) + 1e-4).item()
-    print_text(f"A weight of 1 plus 1e-4 is {half:.4f} in fp16 and {single:.4f} in fp32.")
-
-    runs = {
-        "fp32": (torch.float32, None, True),
-        "fp16": (torch.float16, None, True),
-        "fp16, scaled": (torch.float16, LossScaler(), True),
-        ".half()": (torch.float16, None, False),
-        ".half(), scaled": (torch.float16, LossScaler(), False),
-    }
-    rows = []
-    for name, (dtype, scaler, master_weights) in runs.items():
-        error, zeros = train_half(dtype, scaler, master_weights=master_weights)
-        rows.append((name, f"{zeros:.0%}", f"{error:.0e}", f"{scaler.scale:g}" if scaler else "-"))
-    columns = "format|gradients that are 0|error, w = 0 being 1|last scale"
-    print_table("300 steps on small targets", columns, rows)

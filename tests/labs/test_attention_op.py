@@ -3,7 +3,9 @@
 import copy
 import math
 import pickle
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +20,13 @@ from fast import build
 from labs.attention_op import (
     MultiHeadAttention,
     attention,
+    attention_python,
     checks,
     cpp,
+    exercise,
+    exercise_checks,
     gelu,
+    gelu_python,
     use_in,
 )
 from labs.attention_op import __main__ as script
@@ -29,7 +35,8 @@ from labs.lenet import mnist
 
 needs_compiler = pytest.mark.skipif(bool(build.why_not()), reason="no C++ compiler")
 CPP = pytest.param("cpp", marks=needs_compiler)
-BACKENDS = ["python", CPP]
+FUSED = pytest.param("fused", marks=needs_compiler)
+BACKENDS = ["python", CPP, FUSED]
 
 
 @pytest.fixture(autouse=True)
@@ -58,17 +65,22 @@ def test_the_cpp_operators_are_registered_correctly(masked):
     q, k, v = (torch.randn(2, 2, 3, 4, requires_grad=True) for _ in range(3))
     bias = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1) > 0, -torch.inf)
     factors = torch.full((2, 2, 3, 3), 1.25)
-    operators = cpp.library()
+    operators, fused = cpp.library("operators"), cpp.library("fused")
     torch.library.opcheck(operators.gelu.default, (q,))
     options = (bias, factors) if masked else (None, None)
     torch.library.opcheck(operators.attention.default, (q, k, v, *options))
+    q, scores = q.detach().mT, torch.randn(2, 2, 3, 3)
+    torch.library.opcheck(fused.gelu.default, (q,))
+    torch.library.opcheck(fused.gelu_backward.default, (q, q))
+    torch.library.opcheck(fused.softmax_.default, (scores, bias if masked else None))
+    torch.library.opcheck(fused.softmax_backward_.default, (scores, factors))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@settings(max_examples=15)
+@settings(max_examples=20)
 @given(
-    sizes=sizes_up_to(3, 3, 9, 9, 5, 5),
-    masked=st.sampled_from(["", "padding", "all", "numbers"]),
+    sizes=sizes_up_to(3, 3, 9, 40, 5, 5),  # 40 keys: more than a vector of C++, and a rest
+    masked=st.sampled_from(["", "padding", "queries", "all", "numbers"]),
     causal=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     seed=st.integers(0, 2**31),
@@ -79,6 +91,7 @@ def test_attention_is_pytorchs_at_any_shape(backend, sizes, masked, causal, dtyp
     mask = {
         "": None,
         "padding": torch.rand(b, 1, 1, t) < 0.5,
+        "queries": torch.rand(1, h, s, 1) < 0.5,
         "all": torch.rand(b, h, s, t) < 0.5,
         "numbers": torch.rand(h, 1, t) < 0.5,
     }[masked]
@@ -90,16 +103,29 @@ def test_attention_is_pytorchs_at_any_shape(backend, sizes, masked, causal, dtyp
         lambda q, k, v: checks.reference_attention(q, k, v, mask, causal),
         checks.random_inputs(sizes, dtype),
     )
-    # 28 terms, those of the largest shape: in the smallest ones the few operations beside the sums
-    # weigh more.
-    assert max(errors) <= checks.allowed(dtype, checks.terms_of((3, 3, 9, 9, 5, 5)))
+    # The terms of the largest shape: in the smallest ones the few operations beside the sums weigh
+    # more.
+    assert max(errors) <= checks.allowed(dtype, checks.terms_of((3, 3, 9, 40, 5, 5)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_gradients_are_the_numerical_ones_with_dropout_and_masks_too(backend):
+    assert checks.gradcheck_attention(backend)
 
 
 def test_kept_memory_is_that_of_the_tensors_for_the_backward_pass():
     q, k, v = (x.requires_grad_() for x in checks.random_inputs((2, 3, 5, 7, 4, 6)))
-    # Q, K, V, O and P, in fp64
-    numbers = 2 * 3 * (5 * 4 + 7 * 4 + 7 * 6 + 5 * 6 + 5 * 7)
-    assert script.kept_bytes(attention, [q, k, v]) == 8 * numbers
+    # Q, K, V, P and O, in fp64
+    inputs_and_weights = 2 * 3 * (5 * 4 + 7 * 4 + 7 * 6 + 5 * 7)
+    output = 2 * 3 * 5 * 6
+    assert script.kept_bytes(attention, [q, k, v]) == 8 * (inputs_and_weights + output)
+
+
+@needs_compiler
+def test_fused_attention_keeps_no_output_for_the_backward_pass():
+    q, k, v = (x.requires_grad_() for x in checks.random_inputs((2, 3, 5, 7, 4, 6)))
+    kept = script.kept_bytes(lambda *qkv: attention(*qkv, backend="fused"), [q, k, v])
+    assert kept == 8 * 2 * 3 * (5 * 4 + 7 * 4 + 7 * 6 + 5 * 7)  # Q, K, V and P
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -118,7 +144,7 @@ def test_another_memory_layout(backend):
     assert close([ours], [theirs], checks.terms_of((2, 3, 5, 5, 4, 4)))
 
 
-@pytest.mark.parametrize("backend", ["python", CPP])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gelu_is_pytorchs_of_any_shape_and_far_out(backend):
     for shape in [(), (0,), (3, 0, 2), (2, 3, 4, 5)]:
         x = torch.randn(shape, dtype=torch.float64)
@@ -136,12 +162,15 @@ def test_gelu_in_python_can_be_differentiated_twice():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_second_derivative_is_refused_not_wrong(backend):
+@pytest.mark.parametrize("loss", [lambda out: out.sum(), lambda out: (out * out).sum()])
+def test_a_second_derivative_is_refused_not_wrong(backend, loss):
+    """Also that of `out.sum()`, whose gradient with respect to `out` is a constant."""
     q, k, v = (x.requires_grad_() for x in checks.random_inputs((1, 1, 2, 2, 2, 2)))
-    out = attention(q, k, v, backend=backend)
-    (grad,) = torch.autograd.grad((out * q).sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    with refused("attention: this implementation has no second derivative"):
+        torch.autograd.grad(loss(attention(q, k, v, backend=backend)), q, create_graph=True)
+    if backend != "python":
+        with refused("gelu: this implementation has no second derivative"):
+            torch.autograd.grad(loss(gelu(q, backend)), q, create_graph=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -175,7 +204,7 @@ def test_half_precision_is_computed_in_fp32(backend):
         assert torch.equal(attention(*halves, causal=True, backend=backend), out)
 
 
-@pytest.mark.parametrize("backend", ["python", CPP])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gelu_in_half_precision(backend):
     x = torch.randn(50).bfloat16().requires_grad_()
     y = gelu(x, backend=backend)
@@ -184,12 +213,13 @@ def test_gelu_in_half_precision(backend):
 
 
 @needs_compiler
-def test_the_operators_in_cpp_survive_compiling_as_one_graph():
+@pytest.mark.parametrize("backend", ["cpp", "fused"])
+def test_the_operators_in_cpp_survive_compiling_as_one_graph(backend):
     mask = checks.random_padding(2, 5)
 
     def both(q, k, v, x):
-        out = attention(q, k, v, mask, causal=True, backend="cpp")
-        return out, gelu(x, backend="cpp")
+        out = attention(q, k, v, mask, causal=True, backend=backend)
+        return out, gelu(x, backend=backend)
 
     inputs = [*checks.random_inputs((2, 2, 4, 5, 3, 3)), torch.randn(7, dtype=torch.float64)]
     inputs = [x.requires_grad_() for x in inputs]
@@ -292,6 +322,10 @@ def test_use_in_keeps_modules_parameters_and_random_numbers():
         (lambda q, k, v: attention(q, k, v, torch.zeros(5, requires_grad=True)), "mask.detach()"),
         (lambda q, k, v: attention(q, k, v, dropout=1.0), "dropout=1.0 must be"),
         (lambda q, k, v: attention(q, k, v, backend="c"), "unknown backend 'c'; choose python, "),
+        (
+            lambda *qkv: attention(*(x.to("meta") for x in qkv), backend="fused"),
+            "the backend 'fused' is for the CPU, and the input is on meta; choose cpp or python",
+        ),
         (lambda *_: gelu(torch.zeros(3).long()), "floating-point"),
         (lambda *_: use_in(nn.Linear(2, 2), "python"), "no nn.MultiheadAttention"),
         (lambda *_: MultiHeadAttention(4, 2, add_zero_attn=True), "add_zero_attn"),
@@ -308,8 +342,67 @@ def test_without_a_compiler_the_error_says_so(tmp_path, monkeypatch):
     for compiler, message in (("/nonexistent", "no compiler"), (shutil.which("false"), "cannot")):
         monkeypatch.setenv("CXX", compiler)
         with refused(message) as error:
-            cpp.load.__wrapped__()  # not the cached result
+            cpp.load.__wrapped__("operators")  # not the cached result
         assert "choose the backend 'python'" in str(error.value)
+
+
+# ---------------------------------------------------------------- the exercise
+
+SOLUTIONS = dict(
+    gelu_grad=lambda grad, x: (
+        grad * (gelu_python.normal_cdf(x) + x * (-x * x / 2).exp() / math.sqrt(2 * math.pi))
+    ),
+    values_grad=lambda grad, weights: weights.mT @ grad,
+    weights_grad=lambda grad, v: grad @ v.mT,
+    scores_grad=lambda grad, weights: weights * (grad - (weights * grad).sum(-1, keepdim=True)),
+    queries_grad=lambda grad, k, scale: grad @ k * scale,
+    keys_grad=lambda grad, q, scale: grad.mT @ q * scale,
+)
+MISTAKES = [
+    ("gelu_grad", lambda grad, x: grad * gelu_python.normal_cdf(x), "WRONG  at ("),
+    ("values_grad", lambda grad, weights: weights @ grad, "WRONG  RuntimeError: "),
+    ("weights_grad", lambda grad, v: v @ grad.mT, "its shape is (2, 3, 7, 5); expected (2, 3, 5, "),
+    ("scores_grad", lambda grad, weights: weights * grad, "autograd finds"),
+    ("queries_grad", lambda grad, k, scale: grad @ k, "autograd finds"),
+    ("queries_grad", lambda grad, k, scale: grad @ k * (scale + 1e-9), "autograd finds"),
+    ("keys_grad", lambda grad, q, scale: None, "it returns NoneType; return a tensor"),
+]
+
+
+def checked_exercise(monkeypatch, capsys, **functions) -> tuple[int, list[str]]:
+    """The exit code, and the lines of the seven steps, with these functions filled in."""
+    for name, function in functions.items():
+        monkeypatch.setattr(exercise, name, function)
+    with pytest.raises(SystemExit) as end:
+        exercise_checks.main()
+    return end.value.code, capsys.readouterr().out.splitlines()[-7:]
+
+
+def test_the_exercise_begins_empty_and_ends_right(monkeypatch, capsys):
+    code, lines = checked_exercise(monkeypatch, capsys)
+    assert code == 1 and all(line.endswith("not written yet") for line in lines[:6])
+    code, lines = checked_exercise(monkeypatch, capsys, **SOLUTIONS)
+    assert code == 0 and all("right  (" in line for line in lines)
+
+
+@pytest.mark.parametrize("name, mistake, message", MISTAKES)
+def test_the_exercise_names_a_wrong_step(monkeypatch, capsys, name, mistake, message):
+    code, lines = checked_exercise(monkeypatch, capsys, **(SOLUTIONS | {name: mistake}))
+    [wrong] = [line for line in lines[:6] if "right  (" not in line]
+    assert code == 1 and f" {name} " in wrong and message in wrong and "waits" in lines[6]
+
+
+def test_the_code_beside_the_derivation_is_that_of_the_operators():
+    """The page shows lines of the Python operators, word for word."""
+    page = (ROOT / "labs/attention_op/README.md").read_text(encoding="utf-8")
+    derivation = page.split("## Why")[1].split("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", derivation, re.DOTALL)
+    shown = "".join(blocks).splitlines()
+    source = set()
+    for module in (attention_python, gelu_python):
+        lines = Path(module.__file__).read_text(encoding="utf-8").splitlines()
+        source |= {line.strip() for line in lines}
+    assert len(shown) == 11 and set(shown) <= source
 
 
 # ---------------------------------------------------------------- the commands
@@ -324,8 +417,51 @@ def test_a_wrong_operator_is_named(monkeypatch, capsys):
     monkeypatch.setattr(checks, "gradcheck_attention", lambda backend: True)
     monkeypatch.setattr(checks, "attention", wrong)
     with refused("an operator differs from PyTorch's"):
-        script.main(script.Config(backend="python", seq=8, turns=1))
-    assert "WRONG" in capsys.readouterr().out
+        script.main(script.Config(backend="python", seq_length=8, turns=1))
+    lines = capsys.readouterr().out.splitlines()
+    verdicts = {line[:27].split()[-1]: line.split()[-1] for line in lines if "passes" in line}
+    assert verdicts == {"math": "WRONG", "flash": "WRONG", "F.gelu": "right"}
+
+
+def test_attention_is_compared_with_both_kernels_of_pytorch():
+    """Only flash needs queries and values of one width, and it is what PyTorch takes by default."""
+    used = []
+    for kernel, sizes in script.CHECKED_SIZES.items():
+        with torch.profiler.profile() as profile:
+            checks.reference_attention(*checks.random_inputs(sizes), kernel=kernel)
+        names = {event.key for event in profile.key_averages()}
+        used.append({name for name in names if name.startswith("aten::_scaled")})
+    assert used == [
+        {"aten::_scaled_dot_product_attention_math"},
+        {"aten::_scaled_dot_product_flash_attention_for_cpu"},
+    ]
+
+
+def test_an_operator_that_fails_gradcheck_is_wrong(capsys):
+    """Also where its numbers are PyTorch's."""
+    assert script.report("mine", "math", lambda dtype: (0.0, 0.0), 16, passed=True)
+    assert not script.report("mine", "math", lambda dtype: (0.0, 0.0), 16, passed=False)
+    right, wrong = capsys.readouterr().out.splitlines()
+    assert right.endswith("passes     right") and wrong.endswith("FAILS      WRONG")
+
+
+def test_the_race_says_how_much_faster_than_python(capsys):
+    """An operator that computes 30 times as often is slower, on any machine."""
+
+    def slow(x):
+        for _ in range(30):
+            y = gelu(x)
+        return y
+
+    script.race({"python": gelu, "slow": slow}, [torch.randn(200_000)], turns=3)
+    python, slower = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert python[3] == "1.00" and float(slower[3]) < 0.5
+    assert float(python[4]) == 0.8  # MiB: 200,000 numbers of 4 bytes
+
+
+def test_heads_that_do_not_divide_the_model_are_refused():
+    with refused("--d_model 10 cannot be divided among --nhead 4 heads"):
+        script.main(script.Config(d_model=10, nhead=4))
 
 
 def draw_few_digits() -> None:
@@ -334,7 +470,7 @@ def draw_few_digits() -> None:
 
 
 SMALLER = {
-    "labs.attention_op": ["--seq", 8, "--turns", 1],
+    "labs.attention_op": ["--seq_length", 8, "--turns", 1],
     "labs.lenet": ["--epochs", 1, "--run", "digits"],
     "labs.attention_op.train": [*TINY_FLAGS, "--max_steps", 2, "--run", "translator"],
 }
@@ -354,4 +490,4 @@ def test_the_commands_that_meet_the_handout(toy_data, tmp_path):
         flags = ["drawn" if flag == "DIR" else flag for flag in flags]
         out = forked(path, *flags, *SMALLER[module], cwd=tmp_path, first=(draw_few_digits,))
         if module == "labs.attention_op":
-            assert sum(line.endswith("passes") for line in out.splitlines()) == 4
+            assert sum(line.endswith("right") for line in out.splitlines()) == 9
