@@ -428,7 +428,7 @@ def test_the_commands_of_a_long_page_run(page, place):
 # -------------------------------------------------------------------- the commands of the labs
 
 # What each program gets behind the page's flags, so that it ends within seconds.
-GPT_FLAGS = "--size toy --layers 4 --sequence 16 --vocabulary 300 --batch_size 4 --max_steps 1"
+GPT_FLAGS = "--preset toy --num_layers 4 --seq_length 16 --vocab_size 300 --batch_size 4 --max_steps 1"
 TEXT_FLAGS = "--epochs 1 --d_model 8 --nhead 1 --layers 1 --segment 8 --batch 256 --device cpu"
 PIPELINE_FLAGS = "--d_model 16 --nhead 2 --dim_feedforward 32 --max_steps 2 --batch_size 8"
 REDUCED = {

@@ -1,7 +1,7 @@
 """Train a GPT on one process or many, with the techniques that make a large model fit or go faster.
 
 python -m labs.gpt --data wos/                                  # Web of Science; CPU or one GPU
-python -m labs.gpt --size 1.6b --plan --gpus 4 --memory_gib 24  # what would fit; allocates nothing
+python -m labs.gpt --preset 1.6b --plan --gpus 4 --memory_gib 24  # what would fit; allocates nothing
 torchrun --nproc_per_node 2 -m -- labs.gpt --data_parallel zero3 --recompute
 torchrun --nproc_per_node 4 -m -- labs.gpt --tensor 2           # 2 (data) × 2 (tensor)
 torchrun --nproc_per_node 4 -m -- labs.gpt --pipe 4             # a pipeline of four stages
@@ -24,18 +24,18 @@ class Config:
     """Every setting. `fixed`: --resume cannot change it. 0 is automatic where the help says so."""
 
     data: str = flag("random", "text file or folder; random: ids without meaning", "Data")
-    vocabulary: int = flag(0, "tokens; 0: the preset's", "Data", min=0, fixed=True)
+    vocab_size: int = flag(0, "tokens; 0: the preset's", "Data", min=0, fixed=True)
 
-    size: str = flag(
+    preset: str = flag(
         "mini", "preset (toy|mini|wide|deep|124m|355m|774m|1.5b|1.6b)", "Model", fixed=True
     )
     model: str = flag(
         "own", "our model or Hugging Face's GPT2LMHeadModel (own|hf)", "Model", fixed=True
     )
-    hidden: int = flag(0, "model width; 0: the preset's", "Model", min=0, max=2**16, fixed=True)
-    heads: int = flag(0, "attention heads; 0: the preset's", "Model", min=0, max=2**10, fixed=True)
-    layers: int = flag(0, "blocks; 0: the preset's", "Model", min=0, max=2**20, fixed=True)
-    sequence: int = flag(
+    d_model: int = flag(0, "model width; 0: the preset's", "Model", min=0, max=2**16, fixed=True)
+    nhead: int = flag(0, "attention heads; 0: the preset's", "Model", min=0, max=2**10, fixed=True)
+    num_layers: int = flag(0, "blocks; 0: the preset's", "Model", min=0, max=2**20, fixed=True)
+    seq_length: int = flag(
         0, "tokens in a sequence; 0: the preset's", "Model", min=0, max=2**20, fixed=True
     )
 
@@ -84,9 +84,9 @@ class Config:
     seed: int = flag(1, "seed of weights and data order", "Run", min=0, fixed=True)
 
     def __post_init__(self):
-        if 0 < self.vocabulary < 300 and self.data != "random":
+        if 0 < self.vocab_size < 300 and self.data != "random":
             raise UserError(
-                f"--vocabulary {self.vocabulary} must be at least 300: 256 are single bytes"
+                f"--vocab_size {self.vocab_size} must be at least 300: 256 are single bytes"
             )
 
 
@@ -156,12 +156,12 @@ def train(config: Config) -> Path | None:
         folder = world.on_main(lambda: prepare(config, sizes, run.cache, log))
         data = load(config, sizes, folder, log)
         # A small text may have fewer tokens than the preset's vocabulary.
-        sizes = replace(sizes, vocabulary=data.vocabulary)
+        sizes = replace(sizes, vocab_size=data.vocab_size)
         plan.check_grid(config, sizes, world.size)
         for split in ("train", "validation"):
             log(
                 f"{split}: {data.batches(split):,} batches of {config.batch_size} × "
-                f"{sizes.sequence} tokens from {data.sequences(split):,} sequences"
+                f"{sizes.seq_length} tokens from {data.sequences(split):,} sequences"
             )
         state = State(data_key=data.key)
 
@@ -320,8 +320,8 @@ def train(config: Config) -> Path | None:
 
 
 def fill_in_sizes(config: Config) -> None:
-    """Replace what is automatic (0) by the values of --size, also the batch and learning rate."""
-    for name, value in asdict(PRESETS[config.size]).items():
+    """Replace what is automatic (0) by the values of --preset, also the batch and learning rate."""
+    for name, value in asdict(PRESETS[config.preset]).items():
         if not getattr(config, name):
             setattr(config, name, value)
 
@@ -329,15 +329,15 @@ def fill_in_sizes(config: Config) -> None:
 def sizes_of(config: Config) -> Sizes:
     """The preset, changed by flags."""
     changes = {}
-    for name in ("hidden", "heads", "layers", "sequence", "vocabulary"):
+    for name in ("d_model", "nhead", "num_layers", "seq_length", "vocab_size"):
         if getattr(config, name):
             changes[name] = getattr(config, name)
-    return replace(PRESETS[config.size], **changes)
+    return replace(PRESETS[config.preset], **changes)
 
 
 def check_formula(config: Config, sizes: Sizes) -> None:
     """Raises `UserError` unless sizes.py counts the parameters that a model of one block has."""
-    sizes = replace(sizes, layers=1)
+    sizes = replace(sizes, num_layers=1)
     with torch.device("meta"):  # without memory for the weights
         model = complete_model(config, sizes)
     count = sum(weight.numel() for weight in model.parameters())
@@ -372,12 +372,12 @@ def validate(layout: Layout, data: Data) -> float:
 
 def figures(config: Config, sizes: Sizes, step_seconds: float, peak_flops: float) -> dict:
     """Size and speed, by our formulas and the handout's."""
-    tokens = config.batch_size * sizes.sequence
+    tokens = config.batch_size * sizes.seq_length
     flops = sizes.flops_per_token() * tokens / step_seconds
     handout_parameters = sizes.parameters
     if config.model == "hf":  # get_model_size counts the matrix of embedding and lm_head twice
-        handout_parameters += sizes.vocabulary * sizes.hidden
-    handout_tflops = get_tflops(handout_parameters, config.batch_size, sizes.sequence, step_seconds)
+        handout_parameters += sizes.vocab_size * sizes.d_model
+    handout_tflops = get_tflops(handout_parameters, config.batch_size, sizes.seq_length, step_seconds)
     return {
         "parameters": sizes.parameters,
         "handout_parameters": handout_parameters,

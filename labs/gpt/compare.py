@@ -1,9 +1,9 @@
 """The handout's comparison: every technique on this machine with the same amount of data.
 
     python -m labs.gpt.compare                              # sharding pays: a wide model
-    python -m labs.gpt.compare --size deep                  # recomputation pays: a deep model
-    python -m labs.gpt.compare --size 124m --processes 1    # on a GPU
-    python -m labs.gpt.compare --size 1.6b --processes 4
+    python -m labs.gpt.compare --preset deep                  # recomputation pays: a deep model
+    python -m labs.gpt.compare --preset 124m --processes 1    # on a GPU
+    python -m labs.gpt.compare --preset 1.6b --processes 4
 
 Each row is a run in processes of its own, on random ids. The table grows with each row that ends,
 in runs/compare-SIZE-PRECISION-CARD/. Started again, the command runs all rows again.
@@ -20,13 +20,13 @@ from engine.errors import run_script
 class Config:
     """Every setting of the table."""
 
-    size: str = flag(
+    preset: str = flag(
         "wide", "preset of labs.gpt (toy|mini|wide|deep|124m|355m|774m|1.5b|1.6b)", "Table"
     )
     batch_size: int = flag(
         0, "sequences per step, of all processes together; 0: the preset's", "Table", min=0
     )
-    steps: int = flag(8, "steps of each row", "Table", min=5)
+    max_steps: int = flag(8, "steps of each row", "Table", min=5)
     processes: int = flag(
         0, "most processes; 0: the GPUs of this machine, or its cores", "Table", min=0, max=64
     )
@@ -109,18 +109,18 @@ def main(config: Config) -> None:
     choose_precision(choose_device("auto", 0), config.precision, training=True)
     gpus = torch.cuda.device_count()
     most = config.processes or gpus or cores()
-    sizes = PRESETS[config.size]
+    sizes = PRESETS[config.preset]
     batch_size = config.batch_size or sizes.batch_size
     about = (
-        f"{config.size}: {sizes.parameters:,} parameters, {sizes.flops_per_token():,.0f} FLOPs per "
-        f"training token; each row {config.steps} steps of {batch_size} × {sizes.sequence} tokens; "
+        f"{config.preset}: {sizes.parameters:,} parameters, {sizes.flops_per_token():,.0f} FLOPs per "
+        f"training token; each row {config.max_steps} steps of {batch_size} × {sizes.seq_length} tokens; "
         f"{config.precision} where a row names no other"
     )
-    table = Table("compare", config.size, config.precision, HEAD, about)
+    table = Table("compare", config.preset, config.precision, HEAD, about)
     table.log("data: random ids, not text: compare speed and memory; the losses only agree")
-    flags = ["--size", config.size, "--precision", config.precision]
-    flags += ["--batch_size", str(config.batch_size), "--max_steps", str(config.steps)]
-    flags += ["--eval_every", str(config.steps), "--keep", "0"]
+    flags = ["--preset", config.preset, "--precision", config.precision]
+    flags += ["--batch_size", str(config.batch_size), "--max_steps", str(config.max_steps)]
+    flags += ["--eval_every", str(config.max_steps), "--keep", "0"]
     for row in ROWS:
         if row.processes > most or ("fp16" in row.flags and not gpus):
             continue

@@ -37,10 +37,10 @@ class Data:
     """Two rows of token ids, cut into sequences; `tokenizer` is None for random ids."""
 
     ids: dict[str, np.ndarray]  # split → (N,), with an end token after every document
-    sequence: int  # T
+    seq_length: int  # T
     batch_size: int  # B, of all processes together
     seed: int
-    vocabulary: int
+    vocab_size: int
     key: str  # a hash: a resumed run must have the same data
     tokenizer: object = None
 
@@ -51,7 +51,7 @@ class Data:
 
     def sequences(self, split: str) -> int:
         """Full sequences in the text; each needs one more token, the last target."""
-        return (len(self.ids[split]) - 1) // self.sequence
+        return (len(self.ids[split]) - 1) // self.seq_length
 
     def batch(self, split: str, step: int) -> tuple[Tensor, Tensor]:
         """Batch `step`, counted from 0: (B, T) inputs and targets.
@@ -65,7 +65,7 @@ class Data:
         else:  # np.resize repeats the sequences where a batch needs more than there are
             order = np.resize(np.arange(count), self.batches(split) * self.batch_size)
         chosen = order[number * self.batch_size : (number + 1) * self.batch_size]
-        rows = [self.ids[split][row * self.sequence :][: self.sequence + 1] for row in chosen]
+        rows = [self.ids[split][row * self.seq_length :][: self.seq_length + 1] for row in chosen]
         rows = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T + 1)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -87,8 +87,8 @@ def prepare(config, sizes: Sizes, cache: Path, log) -> Path | None:
         return None
     documents = read_documents(Path(config.data).expanduser())
     log(f"data: {config.data}: {len(documents):,} documents")
-    vocabulary = sizes.vocabulary
-    settings = f"{vocabulary} {VALIDATE_EVERY}"
+    vocab_size = sizes.vocab_size
+    settings = f"{vocab_size} {VALIDATE_EVERY}"
     digest = hashlib.sha256("\0".join([settings, *documents]).encode())
     folder = cache / f"gpt-{digest.hexdigest()[:16]}"
     with lock_folder(folder, log):
@@ -96,17 +96,17 @@ def prepare(config, sizes: Sizes, cache: Path, log) -> Path | None:
             log(f"data: {folder} is damaged and made again")
             shutil.rmtree(folder)
         if not folder.exists():
-            tokenise(documents, vocabulary, folder)
+            tokenise(documents, vocab_size, folder)
     return folder
 
 
-def tokenise(documents: list[str], vocabulary: int, folder: Path) -> None:
+def tokenise(documents: list[str], vocab_size: int, folder: Path) -> None:
     """Train the tokenizer and encode the documents; the folder appears when it is complete."""
     splits = {
         "train": [text for number, text in enumerate(documents) if number % VALIDATE_EVERY],
         "validation": documents[::VALIDATE_EVERY],
     }
-    tokenizer = train_tokenizer(splits["train"], vocabulary)
+    tokenizer = train_tokenizer(splits["train"], vocab_size)
     with new_folder(folder) as building:
         for split, texts in splits.items():
             ids = []
@@ -145,14 +145,14 @@ def load(config, sizes: Sizes, folder: Path | None, log) -> Data:
         f"data: {len(ids['train']):,} tokens for training, {len(ids['validation']):,} for "
         f"validation; vocabulary {len(tokenizer):,}"
     )
-    shape = (sizes.sequence, config.batch_size, config.seed)
+    shape = (sizes.seq_length, config.batch_size, config.seed)
     data = Data(ids, *shape, len(tokenizer), folder.name, tokenizer)
     if data.sequences("validation") < 1 or data.batches("train") < 1:
         raise UserError(
             f"{config.data}: {len(ids['train']):,} tokens for training and "
             f"{len(ids['validation']):,} for validation are less than a batch of "
-            f"{config.batch_size} × {sizes.sequence}; use more text, or a smaller --batch_size or "
-            "--sequence"
+            f"{config.batch_size} × {sizes.seq_length}; use more text, or a smaller --batch_size or "
+            "--seq_length"
         )
     return data
 
@@ -160,13 +160,13 @@ def load(config, sizes: Sizes, folder: Path | None, log) -> Data:
 def random_data(config, sizes: Sizes) -> Data:
     """The handout's: ids drawn evenly. There is nothing to learn; it measures speed and memory."""
     draw = np.random.default_rng(config.seed)
-    kind = np.uint16 if sizes.vocabulary <= 2**16 else np.int32
+    kind = np.uint16 if sizes.vocab_size <= 2**16 else np.int32
     ids = {}
     for split, sequences in (("train", RANDOM_SEQUENCES), ("validation", 1)):
-        length = max(sequences, config.batch_size) * sizes.sequence + 1
-        ids[split] = draw.integers(sizes.vocabulary, size=length, dtype=kind)
+        length = max(sequences, config.batch_size) * sizes.seq_length + 1
+        ids[split] = draw.integers(sizes.vocab_size, size=length, dtype=kind)
     key = f"random-{config.seed}"
-    return Data(ids, sizes.sequence, config.batch_size, config.seed, sizes.vocabulary, key)
+    return Data(ids, sizes.seq_length, config.batch_size, config.seed, sizes.vocab_size, key)
 
 
 def read_documents(path: Path) -> list[str]:

@@ -15,7 +15,7 @@ class Config:
 
     ckpt: str = flag("", "run of labs.gpt; its newest checkpoint is used", "Generation")
     prompt: str = flag("In this paper", "the beginning of the text", "Generation")
-    tokens: int = flag(60, "number of new tokens", "Generation", min=1)
+    max_new_tokens: int = flag(60, "number of new tokens", "Generation", min=1)
     temperature: float = flag(
         0.8, "0: always the most probable token; 1: as the model says", "Generation", min=0, max=10
     )
@@ -38,9 +38,9 @@ from labs.gpt.model import GPT
 
 @torch.no_grad()
 def generate(model: GPT, tokens: Tensor, config: Config, longest: int) -> Tensor:
-    """Token ids (1, T) → with `config.tokens` more. The model sees the last `longest` of them."""
+    """Token ids (1, T) → with `config.max_new_tokens` more. The model sees the last `longest` of them."""
     draw = torch.Generator().manual_seed(config.seed)
-    for _ in range(config.tokens):
+    for _ in range(config.max_new_tokens):
         logits = model(tokens[:, -longest:])[0, -1]  # (V,)
         if config.temperature < 1e-6:  # smaller ones would make logits infinite
             new = logits.argmax(keepdim=True)
@@ -68,7 +68,7 @@ def main(config: Config) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")
     ids = tokenizer(config.prompt, add_special_tokens=False)["input_ids"]
     tokens = torch.tensor([ids or [tokenizer.eos_token_id]])
-    tokens = generate(model.eval(), tokens, config, sizes.sequence)
+    tokens = generate(model.eval(), tokens, config, sizes.seq_length)
     print(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
 
 

@@ -1,6 +1,6 @@
 """What can work, decided before anything is allocated: the combination of flags, and the memory.
 
-    python -m labs.gpt --plan --size 1.6b --gpus 4 --memory_gib 24
+    python -m labs.gpt --plan --preset 1.6b --gpus 4 --memory_gib 24
 
 H hidden size, L layers, T sequence, V vocabulary. Bytes per weight, token and layer; a test
 compares them with what autograd keeps.
@@ -40,12 +40,6 @@ def check_grid(config, sizes: Sizes, processes: int) -> None:
     zero = config.data_parallel
     data = max(1, processes // (tensor * pipe))
     mistakes = [
-        (tensor > 1 and pipe > 1, "--tensor and --pipe do not work together; use one of them"),
-        (pipe > 1 and zero != "ddp", f"--data_parallel {zero} does not work with --pipe; use ddp"),
-        (
-            pipe > 1 and config.precision == "fp16",
-            "fp16 does not work with --pipe; give --precision fp32, or bf16 if the GPU has it",
-        ),
         (
             tensor > 1 and zero == "zero1",
             "--data_parallel zero1 does not work with --tensor; use ddp, zero2 or zero3",
@@ -63,19 +57,19 @@ def check_grid(config, sizes: Sizes, processes: int) -> None:
             f"--tensor {tensor} × --pipe {pipe} does not divide {processes} processes; "
             f"start a multiple of {tensor * pipe}",
         ),
-        (sizes.heads % tensor, f"--tensor {tensor} does not divide the {sizes.heads} heads"),
+        (sizes.nhead % tensor, f"--tensor {tensor} does not divide the {sizes.nhead} heads"),
         (
-            sizes.sequence % tensor,
-            f"--tensor {tensor} does not divide a sequence of {sizes.sequence} tokens",
+            sizes.seq_length % tensor,
+            f"--tensor {tensor} does not divide a sequence of {sizes.seq_length} tokens",
         ),
         # FSDP2 shards what a tensor-parallel rank has; PyTorch cannot cut such a piece out of a
         # full matrix whose rows do not divide.
         (
-            is_sharded(config) and tensor > 1 and data > 2 and sizes.vocabulary % tensor,
-            f"--tensor {tensor} does not divide the vocabulary of {sizes.vocabulary}, as "
+            is_sharded(config) and tensor > 1 and data > 2 and sizes.vocab_size % tensor,
+            f"--tensor {tensor} does not divide the vocabulary of {sizes.vocab_size}, as "
             f"--data_parallel {zero} with {data} processes needs; use ddp",
         ),
-        (pipe > sizes.layers, f"--pipe {pipe} is more than the {sizes.layers} layers"),
+        (pipe > sizes.num_layers, f"--pipe {pipe} is more than the {sizes.num_layers} layers"),
         (
             config.batch_size % (data * accumulate),
             f"--batch_size {config.batch_size} is not divisible by {data} × {accumulate} "
@@ -118,11 +112,11 @@ class Need:
 def memory(config, sizes: Sizes, processes: int) -> Need:
     """What the fullest rank needs. Weights are fp32; products too, or else in 16 bits."""
     data = processes // (config.tensor * config.pipe)
-    layers = -(-sizes.layers // config.pipe)  # rounded up: the rank that has most
+    layers = -(-sizes.num_layers // config.pipe)  # rounded up: the rank that has most
     # The first stage; the last one has about as many.
     own = sizes.embedding_parameters + layers * sizes.block_parameters
     # The output and the embedding are one matrix. It has a gradient as each, and then their sum.
-    tied = 4 * sizes.vocabulary * sizes.hidden / config.tensor
+    tied = 4 * sizes.vocab_size * sizes.d_model / config.tensor
 
     weights, gradients, optimizer, host = bytes_of_weights(config, sizes, data, own)
     micro_batch, again, logits = bytes_of_micro_batch(config, sizes, data, layers)
@@ -142,7 +136,7 @@ def memory(config, sizes: Sizes, processes: int) -> Need:
     total = weights + optimizer + max(at_output, at_embedding)
     if config.pipe > 1:  # buffers for each micro-batch's input and its gradient
         buffers = 1 if config.pipe == 2 else 2
-        row = config.batch_size / data * sizes.sequence * sizes.hidden
+        row = config.batch_size / data * sizes.seq_length * sizes.d_model
         total += 4 * row * buffers
     return Need(weights, gradients, optimizer, activations, logits, host, total)
 
@@ -160,7 +154,7 @@ def bytes_of_weights(config, sizes: Sizes, data: int, own: int) -> tuple[float, 
     if config.offload:
         weights, gradients, optimizer, host = 0.0, 0.0, 0.0, 16 * kept
     if config.data_parallel == "zero1":  # deals out whole matrices
-        optimizer = 8 * max(own / data, sizes.vocabulary * sizes.hidden)
+        optimizer = 8 * max(own / data, sizes.vocab_size * sizes.d_model)
 
     if config.data_parallel == "zero2":  # all weights stay gathered until the backward pass
         weights += gathered * own / config.tensor
@@ -176,19 +170,19 @@ def bytes_of_weights(config, sizes: Sizes, data: int, own: int) -> tuple[float, 
 def bytes_of_micro_batch(config, sizes: Sizes, data: int, layers: int) -> tuple[float, ...]:
     """Bytes of one micro-batch: activations that are kept, those of a recomputed block, logits."""
     narrow = config.precision != "fp32"
-    tokens = config.batch_size / (data * config.accumulate) * sizes.sequence
+    tokens = config.batch_size / (data * config.accumulate) * sizes.seq_length
     # Each rank keeps 1 / tensor of everything. But the outputs of the two norms are gathered for
     # the products after them, and are kept whole: 2 × 4 bytes, or 2 × 2.
     kept = KEPT[config.model, narrow] / config.tensor
     kept += (4 if narrow else 8) * (1 - 1 / config.tensor)
     again = 0.0
     if config.recompute:
-        again = tokens * sizes.hidden * kept
+        again = tokens * sizes.d_model * kept
         kept = 4 / config.tensor
-    logits = tokens * sizes.vocabulary * LOGITS[narrow] / config.tensor
+    logits = tokens * sizes.vocab_size * LOGITS[narrow] / config.tensor
     if config.pipe > 1 and not narrow:  # the last stage's output stays until its backward pass
-        logits += 4 * tokens * sizes.vocabulary
-    return tokens * sizes.hidden * layers * kept, again, logits
+        logits += 4 * tokens * sizes.vocab_size
+    return tokens * sizes.d_model * layers * kept, again, logits
 
 
 def check_fits(config, sizes: Sizes, world: World) -> Need:
@@ -245,8 +239,8 @@ def table(config, sizes: Sizes) -> str:
     columns = ("weights", "gradients", "optimizer", "activations", "logits", "total")
     products = "fp32" if config.precision == "fp32" else "bf16 or fp16"
     lines = [
-        f"{sizes.parameters:,} parameters: hidden {sizes.hidden}, {sizes.layers} layers, "
-        f"{sizes.heads} heads, sequence {sizes.sequence}, vocabulary {sizes.vocabulary:,}; "
+        f"{sizes.parameters:,} parameters: hidden {sizes.d_model}, {sizes.num_layers} layers, "
+        f"{sizes.nhead} heads, sequence {sizes.seq_length}, vocabulary {sizes.vocab_size:,}; "
         f"{sizes.flops_per_token():,.0f} FLOPs a training token; batch {config.batch_size}",
         f"{config.gpus} card(s) of {config.memory_gib:g} GiB; {products} products, fp32 weights",
         f"{'GiB a card':33}" + "".join(f"{name:>12}" for name in columns),
@@ -270,7 +264,7 @@ def table(config, sizes: Sizes) -> str:
             line += f"; {need.host / GIB:.1f} GiB of host memory a card"
         else:
             layers = most_layers(trial, sizes, config.gpus, config.memory_gib)
-            billions = replace(sizes, layers=layers).parameters / 1e9
+            billions = replace(sizes, num_layers=layers).parameters / 1e9
             line += f"; at most {layers} layers ({billions:.2f}B)"
         lines.append(line)
     return "\n".join(lines)
@@ -280,7 +274,7 @@ def most_layers(config, sizes: Sizes, processes: int, memory_gib: float) -> int:
     """The most layers of this width that fit; 0 if not even one per stage fits."""
 
     def too_many(layers: int) -> bool:
-        return memory(config, replace(sizes, layers=layers), processes).total > memory_gib * GIB
+        return memory(config, replace(sizes, num_layers=layers), processes).total > memory_gib * GIB
 
     depths = range(config.pipe, 2**20 + 1, config.pipe)
     return config.pipe * bisect.bisect_left(depths, True, key=too_many)

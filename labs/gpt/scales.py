@@ -23,7 +23,7 @@ class Config:
     """Every setting of the table."""
 
     data: str = flag("random", "text file or folder; random ids show no learning", "Scales")
-    size: str = flag(
+    preset: str = flag(
         "", "preset for width and sequence; default: 1.6b, on a CPU mini (mini|124m|1.6b)", "Scales"
     )
     memory_gib: float = flag(
@@ -33,7 +33,7 @@ class Config:
         min=0,
         max=2**12,
     )
-    steps: int = flag(300, "steps of each row", "Scales", min=5)
+    max_steps: int = flag(300, "steps of each row", "Scales", min=5)
     precision: str = flag("auto", "of matrix products (auto|fp32|bf16|fp16)", "Scales")
 
 
@@ -82,22 +82,22 @@ SCALES = [
     # Without micro-batches one card computes while the other waits.
     Scale("2: two cards, naive pipeline", 2, {"pipe": 2, "accumulate": 1}),
     Scale("3: two cards, ZeRO-3 + recomputation", 2, EVERY_TECHNIQUE),
-    Scale("4: the handout's 1.6B model", 4, {**EVERY_TECHNIQUE, "size": "1.6b", "layers": 48}),
+    Scale("4: the handout's 1.6B model", 4, {**EVERY_TECHNIQUE, "preset": "1.6b", "num_layers": 48}),
 ]
 
 
 def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[dict, float]:
     """The settings of a row, its number of layers among them, and the GiB it needs on a card."""
-    settings = {"size": config.size, "data": config.data, "precision": precision}
-    settings |= {"max_steps": config.steps, "keep": 0, **scale.settings}
+    settings = {"preset": config.preset, "data": config.data, "precision": precision}
+    settings |= {"max_steps": config.max_steps, "keep": 0, **scale.settings}
     if "pipe" in settings and precision == "fp16":
         settings["precision"] = "fp32"  # a pipeline has no loss scaler
     training = resolved(TrainConfig(**settings), scale.cards)
-    if "layers" not in settings:
+    if "num_layers" not in settings:
         sizes = sizes_of(training)
         deepest = plan.most_layers(training, sizes, scale.cards, config.memory_gib)
-        training.layers = max(deepest, training.pipe)  # planned even if no depth fits
-        settings["layers"] = training.layers
+        training.num_layers = max(deepest, training.pipe)  # planned even if no depth fits
+        settings["num_layers"] = training.num_layers
     need = plan.memory(training, sizes_of(training), scale.cards)
     return settings, need.total / GIB
 
@@ -105,7 +105,7 @@ def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[dict, floa
 def cells_of(scale: Scale, settings: dict, need_gib: float, outcome: dict) -> list:
     """The cells of a row."""
     sizes = sizes_of(TrainConfig(**settings))
-    cells = [scale.name, scale.cards, sizes.hidden, sizes.heads, sizes.layers, sizes.sequence]
+    cells = [scale.name, scale.cards, sizes.d_model, sizes.nhead, sizes.num_layers, sizes.seq_length]
     cells += [f"{outcome.get('parameters', sizes.parameters):,}"]
     planned = f"{need_gib:.2f} GiB planned"
     if "planned" in outcome:
@@ -129,12 +129,12 @@ def main(config: Config) -> None:
         config.memory_gib = 0.25
         if on_gpu:
             config.memory_gib = torch.cuda.mem_get_info()[0] / GIB - 1
-    if not config.size:
-        config.size = "1.6b" if on_gpu else "mini"
+    if not config.preset:
+        config.preset = "1.6b" if on_gpu else "mini"
     if config.data != "random":
         read_documents(Path(config.data).expanduser())  # wrong data fail now, not in every row
-    about = f"{config.steps} steps, {precision}, {config.memory_gib:.2f} GiB per card"
-    table = Table("scales", config.size, precision, HEAD, about)
+    about = f"{config.max_steps} steps, {precision}, {config.memory_gib:.2f} GiB per card"
+    table = Table("scales", config.preset, precision, HEAD, about)
     table.log(f"{cards} card(s) of {config.memory_gib:.2f} GiB, {precision}")
     if config.data == "random":
         table.log("data: random ids, not text: no row can show learning; name a text with --data")

@@ -38,7 +38,7 @@ class Config:
         12, "number of sequences; sequence n is filled with n", "Data", min=1, fixed=True
     )
     # The handout's DATASET_LENGTH is 10: 9 inputs and the last target.
-    length: int = flag(9, "tokens per sequence", "Data", min=1, fixed=True)
+    seq_length: int = flag(9, "tokens per sequence", "Data", min=1, fixed=True)
 
     preset: str = flag(
         "lab", "handout: its values where no flag is given (lab|handout)", "Model", fixed=True
@@ -150,11 +150,11 @@ def train(config: Config) -> Path:
         # -------- model: every rank builds the whole model on the CPU and keeps its own stages
         step = run.saved_state["step"] if run.saved_state else 0  # steps done
         torch.manual_seed(config.seed)
-        model = LanguageModel(vocabulary, config.length, config)
+        model = LanguageModel(vocabulary, config.seq_length, config)
         run.restore(model)
         log(str(model))
         log(
-            f"data: {len(sequences):,} sequences of {config.length} tokens, vocabulary {vocabulary}"
+            f"data: {len(sequences):,} sequences of {config.seq_length} tokens, vocabulary {vocabulary}"
         )
         log(
             f"model: {config.num_layers} layers, "

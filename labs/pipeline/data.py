@@ -18,7 +18,7 @@ def load(config) -> tuple[Tensor, int]:
 
     A sequence has one token more than the model sees: the last target.
     """
-    sequences = torch.arange(config.sequences).unsqueeze(1).expand(-1, config.length + 1)
+    sequences = torch.arange(config.sequences).unsqueeze(1).expand(-1, config.seq_length + 1)
     return sequences, max(100, config.sequences)  # the handout's VOCAB_SIZE is 100
 
 

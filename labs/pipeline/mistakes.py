@@ -20,7 +20,7 @@ from engine.errors import run_script
 class Config:
     """How long to train in the first pair."""
 
-    steps: int = flag(600, "training steps of each model in the first pair", "Mistakes", min=1)
+    max_steps: int = flag(600, "training steps of each model in the first pair", "Mistakes", min=1)
 
 
 if __name__ == "__main__":
@@ -143,8 +143,8 @@ def main(config: Config) -> None:
     print(
         f"1. The mask: loss on random digits, which no honest model gets below {math.log(10):.3f}"
     )
-    print(f"   wrong, no mask:     {loss_on_random_digits(causal=False, steps=config.steps):.3f}")
-    print(f"   right, causal mask: {loss_on_random_digits(causal=True, steps=config.steps):.3f}")
+    print(f"   wrong, no mask:     {loss_on_random_digits(causal=False, steps=config.max_steps):.3f}")
+    print(f"   right, causal mask: {loss_on_random_digits(causal=True, steps=config.max_steps):.3f}")
     print("2. Three stages, `if rank == 0: … else: …`", flush=True)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the three processes
     with tempfile.TemporaryDirectory() as folder:

@@ -45,10 +45,10 @@ STEPS, OVERFLOWS = 4, 3  # steps of a case; in fp16 the step whose gradients ove
 # 12 sequences per step: divisible by 2, 3 and 4. The vocabulary is divisible by none of them, so
 # the parts of a weight differ in size.
 BASE = dict(
-    size="toy",
-    layers=3,
-    sequence=16,
-    vocabulary=511,
+    preset="toy",
+    num_layers=3,
+    seq_length=16,
+    vocab_size=511,
     precision="fp32",
     max_steps=STEPS,
     log_every=1,
@@ -62,6 +62,10 @@ CASES = {  # name: (processes, settings)
     "zero2-2-offload": (2, dict(data_parallel="zero2", offload=True, accumulate=3)),
     "pipe-3": (3, dict(pipe=3, accumulate=4, recompute=True)),  # not a multiple of 3
     "data-2-pipe-2": (4, dict(pipe=2, accumulate=1)),
+    "zero1-2-pipe-2": (4, dict(pipe=2, data_parallel="zero1", accumulate=3)),
+    "zero2-2-pipe-2": (4, dict(pipe=2, data_parallel="zero2", accumulate=3)),
+    "zero3-2-pipe-2": (4, dict(pipe=2, data_parallel="zero3", accumulate=3, recompute=True)),
+    "pipe-2-tensor-2": (4, dict(pipe=2, tensor=2, accumulate=3)),
     "zero3-2-tensor-2": (4, dict(tensor=2, data_parallel="zero3", accumulate=2)),
     # A copy of the first run, ended in the middle, is resumed under another layout.
     "zero3-2-tensor-2 > 1": (1, {}),
@@ -74,6 +78,7 @@ CASES = {  # name: (processes, settings)
     "fp16-alone": (1, {}),
     "fp16-zero1-2": (2, dict(data_parallel="zero1")),
     "fp16-zero3-2": (2, dict(data_parallel="zero3")),
+    "fp16-pipe-2": (2, dict(pipe=2)),
 }
 # Writing a checkpoint takes longer than the training; these are the ones that are read.
 SAVED = ("zero1-2", "zero2-2-offload", "pipe-3", "zero3-2-tensor-2")
@@ -81,7 +86,7 @@ SAVED = ("zero1-2", "zero2-2-offload", "pipe-3", "zero3-2-tensor-2")
 # gradient norms. bf16 has 8 bits, fp16 has 11; losses are means in which rounding errors cancel.
 EXPECTED = {"bf16": ("fp32-alone", 3e-4, 3e-2), "fp16": ("fp16-alone", 1e-4, 1e-2)}
 PAGE = ROOT / "labs/gpt/README.md"
-SMALL = "--size toy --layers 2 --sequence 16 --vocabulary 300 --batch_size 4 --max_steps 1 --keep 0"
+SMALL = "--preset toy --num_layers 2 --seq_length 16 --vocab_size 300 --batch_size 4 --max_steps 1 --keep 0"
 
 
 def training_commands() -> dict[str, tuple[int, list[str]]]:
@@ -222,8 +227,8 @@ def test_logits_and_loss_are_those_of_hugging_face():
     theirs, ours = HuggingFaceGPT(sizes).double(), GPT(sizes).double()
     for weight in theirs.parameters():  # biases too, so that each is seen
         torch.nn.init.normal_(weight, std=0.1)
-    ours.load_state_dict(weights_from_hf(theirs.state_dict(), sizes.heads))
-    tokens = torch.randint(sizes.vocabulary, (2, sizes.sequence))
+    ours.load_state_dict(weights_from_hf(theirs.state_dict(), sizes.nhead))
+    tokens = torch.randint(sizes.vocab_size, (2, sizes.seq_length))
     torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=1e-9, atol=1e-9)
     expected = theirs.model(tokens, labels=tokens).loss  # which shifts by itself
     loss = ours(tokens[:, :-1], tokens[:, 1:])
@@ -234,7 +239,7 @@ def test_generation():
     torch.manual_seed(0)
     model = GPT(PRESETS["toy"])
     for temperature in (1e-39, 0):  # a logit / 1e-39 is infinite in fp32
-        config = generate.Config(tokens=40, temperature=temperature)
+        config = generate.Config(max_new_tokens=40, temperature=temperature)
         out = generate.generate(model, torch.tensor([[1, 2, 3]]), config, longest=32)
         assert out.shape == (1, 43)
     with torch.no_grad():
@@ -255,11 +260,11 @@ def test_sizes_and_flops():
     assert get_tflops(10**9, 8, 1024, 2.0) == pytest.approx(10**9 * 8 * 1024 * 8 / 2e12)
     sizes = PRESETS["124m"]
     with torch.device("meta"):
-        model, tokens = GPT(sizes), torch.zeros(1, sizes.sequence, dtype=torch.long)
+        model, tokens = GPT(sizes), torch.zeros(1, sizes.seq_length, dtype=torch.long)
         plainly = torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
         with FlopCounterMode(display=False) as counter, plainly:
             model(tokens, tokens).backward()
-    flops = sizes.flops_per_token() * sizes.sequence
+    flops = sizes.flops_per_token() * sizes.seq_length
     assert counter.get_total_flops() == pytest.approx(flops, rel=0.02)
 
 
@@ -273,7 +278,7 @@ def test_the_loss_of_narrow_logits_is_computed_in_fp32():
 
 def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypatch):
     torch.manual_seed(1)
-    model = GPT(replace(PRESETS["toy"], hidden=40)).double()  # heads of 10
+    model = GPT(replace(PRESETS["toy"], d_model=40)).double()  # heads of 10
     tokens = torch.randint(512, (2, 32))
     plain, attend = model(tokens), Mock(wraps=torch.nn.functional.scaled_dot_product_attention)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
@@ -289,7 +294,7 @@ def test_heads_of_any_width_are_padded_on_a_gpu_without_another_result(monkeypat
 def test_planned_activations_are_what_autograd_keeps(kind, precision):
     def kept(layers: int) -> int:
         """Bytes kept for the backward pass, without weights and their narrow copies."""
-        sizes = replace(PRESETS["toy"], hidden=64, sequence=128, layers=layers)
+        sizes = replace(PRESETS["toy"], d_model=64, seq_length=128, num_layers=layers)
         model, seen = (GPT if kind == "own" else HuggingFaceGPT)(sizes), {}
         tokens = torch.zeros(4, 128, dtype=torch.long)
 
@@ -307,8 +312,8 @@ def test_planned_activations_are_what_autograd_keeps(kind, precision):
         return sum(size for place, size in seen.items() if place not in weights) - copies
 
     def planned(layers: int) -> float:
-        config = resolved(Config(size="toy", model=kind, batch_size=4), 1, precision)
-        sizes = replace(PRESETS["toy"], hidden=64, sequence=128, layers=layers)
+        config = resolved(Config(preset="toy", model=kind, batch_size=4), 1, precision)
+        sizes = replace(PRESETS["toy"], d_model=64, seq_length=128, num_layers=layers)
         return plan.memory(config, sizes, 1).activations
 
     assert kept(4) - kept(2) == pytest.approx(planned(4) - planned(2), rel=0.05)
@@ -320,7 +325,7 @@ def test_planned_activations_are_what_autograd_keeps(kind, precision):
     "processes, flags", [(1, "--batch_size 4"), (2, "--batch_size 8 --pipe 2")]
 )
 def test_planned_memory_is_what_the_processes_held(tmp_path, processes, flags):
-    flags += " --size toy --vocabulary 100000 --sequence 128"
+    flags += " --preset toy --vocab_size 100000 --seq_length 128"
     flags += " --precision fp32 --max_steps 2 --keep 0 --device cpu --run run"
     forked_ranks(processes, "labs/gpt/__main__.py", *flags.split(), cwd=tmp_path)
     result = json.loads((tmp_path / "runs/run/result.json").read_text(encoding="utf-8"))
@@ -329,7 +334,7 @@ def test_planned_memory_is_what_the_processes_held(tmp_path, processes, flags):
 
 
 def test_memory_of_gpu_and_host(monkeypatch):
-    config = config_of(size="1.6b", data_parallel="zero3", offload=True, batch_size=1, accumulate=1)
+    config = config_of(preset="1.6b", data_parallel="zero3", offload=True, batch_size=1, accumulate=1)
     world = World(0, 1, torch.device("cuda"))
     limits = {"cuda": 1024, "cpu": 16}
     monkeypatch.setattr(plan, "memory_limit", lambda device: limits[device.type])
@@ -342,10 +347,10 @@ def test_memory_of_gpu_and_host(monkeypatch):
 
 @pytest.mark.parametrize("pipe", [1, 2])
 def test_the_deepest_model_that_fits(pipe, monkeypatch):
-    config = resolved(Config(size="toy", pipe=pipe), pipe)
+    config = resolved(Config(preset="toy", pipe=pipe), pipe)
 
     def need(layers: int) -> float:
-        return plan.memory(config, replace(PRESETS["toy"], layers=layers), pipe).total / 2**30
+        return plan.memory(config, replace(PRESETS["toy"], num_layers=layers), pipe).total / 2**30
 
     for layers in (pipe, 6 * pipe):
         for memory_gib in (need(layers), need(layers + pipe) - 1e-9):
@@ -357,7 +362,7 @@ def test_the_deepest_model_that_fits(pipe, monkeypatch):
 
 
 def test_plan_of_the_handout(capsys):
-    train(config_of(size="1.6b", plan=True, gpus=4, memory_gib=24))
+    train(config_of(preset="1.6b", plan=True, gpus=4, memory_gib=24))
     printed = capsys.readouterr().out
     lines = {line[:33].strip(): line[33:] for line in printed.splitlines()}
     assert "  does not fit; at most" in lines["data 4"]
@@ -366,7 +371,7 @@ def test_plan_of_the_handout(capsys):
     assert gradients == pytest.approx(1_557_611_200 * 4 / 2**30, abs=0.01)
     assert optimizer == pytest.approx(2 * gradients, abs=0.02)
     assert "1,557,611,200 parameters" in printed and "FLOPs a training token" in printed
-    train(config_of(size="124m", plan=True, gpus=3))
+    train(config_of(preset="124m", plan=True, gpus=3))
     assert "--batch_size 8 is not divisible by 3" in capsys.readouterr().out
 
 
@@ -439,8 +444,8 @@ def test_batches():
 
 @pytest.mark.parametrize("name", ["train.npy", "validation.npy", "tokenizer/tokenizer.json"])
 def test_a_damaged_cache_is_made_again(tmp_path, name):
-    text = dict(data=str(write_table(tmp_path / "wos")), vocabulary=300, batch_size=4)
-    config, sizes, lines = config_of(size="toy", **text), PRESETS["toy"], []
+    text = dict(data=str(write_table(tmp_path / "wos")), vocab_size=300, batch_size=4)
+    config, sizes, lines = config_of(preset="toy", **text), PRESETS["toy"], []
     folder = prepare(config, sizes, tmp_path / "cache", lines.append)
     written = (folder / name).read_bytes()
     for damaged in (written[:-100], b"", None):
@@ -456,7 +461,7 @@ def test_a_damaged_cache_is_made_again(tmp_path, name):
 
 def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     monkeypatch.chdir(tmp_path)
-    text = {**BASE, "data": str(write_table(tmp_path / "wos")), "vocabulary": 300}
+    text = {**BASE, "data": str(write_table(tmp_path / "wos")), "vocab_size": 300}
     text |= dict(max_steps=40, eval_every=20)
     folder = train(config_of(**text, run="text"))
     with refused("this run is finished; to continue, increase --epochs"):
@@ -468,7 +473,7 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     values = losses(folder)
     assert values[0] > 5.5 and values[-1] < 4.5
     assert "60 documents" in capsys.readouterr().out
-    generate.main(generate.Config(ckpt="text", tokens=8))  # runs/text
+    generate.main(generate.Config(ckpt="text", max_new_tokens=8))  # runs/text
     assert len(capsys.readouterr().out.split()) >= 4
     (folder / "checkpoints/.tmp-sharded-41").mkdir()  # a save that was killed
     (folder / "checkpoints/sharded-40-copy").mkdir()
@@ -484,7 +489,7 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     ):
         train(config_of(**more))
     train(config_of(**more))
-    assert newest(folder).name == "sharded-42" and load_weights(newest(folder))[1].sequence == 16
+    assert newest(folder).name == "sharded-42" and load_weights(newest(folder))[1].seq_length == 16
     assert not (folder / "checkpoints/.tmp-sharded-41").exists()
     flops = sizes_of(config_of(**text)).flops_per_token()
     page = report_of(folder)
@@ -573,7 +578,7 @@ def test_a_run_ends_with_its_minutes(tmp_path, monkeypatch):
         (1, dict(tensor=2, model="hf"), "--model hf does not work with --tensor"),
         (1, dict(offload=True), "--offload needs --data_parallel zero2 or zero3"),
         (6, dict(tensor=2, data_parallel="zero3"), "does not divide the vocabulary of 511"),
-        (1, dict(hidden=30, heads=4), "--hidden 30 must be divisible by --heads 4"),
+        (1, dict(d_model=30, nhead=4), "--d_model 30 must be divisible by --nhead 4"),
     ],
 )
 def test_a_grid_that_cannot_work(processes, settings, message):
@@ -586,7 +591,7 @@ def test_a_grid_that_cannot_work(processes, settings, message):
     "size, processes, pipe, expected", [("toy", 1, 1, 1), ("mini", 2, 2, 4), ("toy", 4, 4, 12)]
 )
 def test_a_pipeline_works_without_accumulate(size, processes, pipe, expected):
-    config = resolved(Config(size=size, pipe=pipe), processes)
+    config = resolved(Config(preset=size, pipe=pipe), processes)
     assert config.accumulate == expected
     plan.check_grid(config, sizes_of(config), processes)
 
@@ -595,7 +600,7 @@ def test_mistakes_end_before_there_is_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(plan, "memory_limit", lambda device: 16)
     with refused("the model does not fit: it needs"):
-        train(Config(size="1.6b", precision="fp32", device="cpu"))
+        train(Config(preset="1.6b", precision="fp32", device="cpu"))
     # The grid is checked for the format that auto means: without bf16 fp16, but not in a pipeline.
     monkeypatch.setattr("labs.gpt.__main__.choose_precision", choose_fp16)
     with refused("fp16 does not work with --pipe"):
@@ -626,7 +631,7 @@ def test_a_table_continues_after_a_row_that_fails(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     rows = [compare.Row("wrong", 1, "--tensor 3"), compare.Row("DDP", 2, "")]
     monkeypatch.setattr(compare, "ROWS", rows)
-    compare.main(compare.Config(size="toy", steps=5, processes=2))
+    compare.main(compare.Config(preset="toy", max_steps=5, processes=2))
     folder = Path("runs/compare-toy-fp32-cpu")
     _, _, wrong, right, _, about = (folder / "table.md").read_text().splitlines()
     assert "68,288 parameters" in about
@@ -659,7 +664,7 @@ def test_a_signal_leaves_no_row_behind(victim, tmp_path, monkeypatch):
     script = (
         "from labs.gpt.rows import Table\n"
         "table = Table('compare', 'toy', 'fp32', ('loss',), '')\n"
-        "flags = '--size toy --max_steps 999999 --keep 0 --log_every 1'\n"
+        "flags = '--preset toy --max_steps 999999 --keep 0 --log_every 1'\n"
         "print(table.train(flags.split(), 1))\n"
     )
     process = subprocess.Popen(
@@ -699,9 +704,9 @@ def children_of(pid: int) -> list[int]:
 def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.chdir(tmp_path)
-    config = scales.Config(data="wos", size="mini", memory_gib=0.25)
+    config = scales.Config(data="wos", preset="mini", memory_gib=0.25)
     settings = [scales.plan_scale(scale, config, "fp32")[0] for scale in scales.SCALES]
-    layers = [row["layers"] for row in settings]
+    layers = [row["num_layers"] for row in settings]
     # DDP holds the model on each card, two stages hold half of it each.
     assert layers[0] <= layers[1] < layers[2] and layers[0] < layers[3] and layers[4] == 48
     result = dict(loss=6.5, data="wos", peak_gib=[0.2, 0.1], minutes=1.5, parameters=7)
@@ -738,7 +743,7 @@ def initial_weight_of_hf(name: str, shape: torch.Size, layers: int, seed: int) -
     shape = shape[::-1] if turned else shape
     weight = initial_weight(name.removeprefix("model.transformer."), shape, layers, seed)
     if "c_attn" in name:  # (H, 3, W, …) → (3, H, W, …)
-        weight = weight.unflatten(0, (PRESETS["toy"].heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+        weight = weight.unflatten(0, (PRESETS["toy"].nhead, 3, -1)).transpose(0, 1).flatten(0, 2)
     return weight.t() if turned else weight
 
 

@@ -64,7 +64,7 @@ def begin(config: lab.Config, dtype=torch.float64):
     torch.set_default_dtype(dtype)
     sequences, vocabulary = data.load(config)
     torch.manual_seed(config.seed)
-    return sequences, stages.LanguageModel(vocabulary, config.length, config)
+    return sequences, stages.LanguageModel(vocabulary, config.seq_length, config)
 
 
 def train_alone(config: lab.Config, dtype=torch.float64):
