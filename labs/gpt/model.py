@@ -4,7 +4,7 @@
     logits = model(tokens)                    # (B, T) → (B, T, V)
     loss = model(tokens, targets)             # the mean cross-entropy in nats
 
-B sequences, T tokens, D hidden size, H heads, W = D / H, V vocabulary. The weights have GPT-2's
+B sequences, T tokens, D width, H heads, W = D / H, V vocabulary. The weights have GPT-2's
 names. There is no dropout: every layout of processes would draw other random numbers, and their
 losses could not be compared.
 """

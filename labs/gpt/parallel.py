@@ -6,7 +6,7 @@
     norm = layout.step(optimizer, clip=1.0, step=1)
 
 On every grid, losses and weights are those of one process that sees the whole batch.
-B sequences, T tokens, D hidden size.
+B sequences, T tokens, D width.
 """
 
 import contextlib
@@ -58,7 +58,8 @@ class Layout:
         row 1   ranks 4 5 6 7   another copy, the second half
     """
 
-    def __init__(self, config, sizes: Sizes, world: World, precision: Precision):
+    def __init__(self, config, sizes: Sizes, world: World, precision: Precision, init=None):
+        """`init`: weights to begin with by name, complete on each rank; None: GPT-2's random."""
         self.config, self.sizes, self.world, self.precision = config, sizes, world, precision
         # Ranks that hold one copy of the model together; `data` copies, of which ours is `row`.
         ranks_per_model = config.pipe * config.tensor
@@ -81,7 +82,10 @@ class Layout:
             self.model.model.tie_weights()  # `to_empty` has untied them
         self.weights = dict(self.model.named_parameters())
         for name, weight in self.weights.items():
-            value = initial_weight(name, weight.shape, sizes.num_layers, config.seed)
+            if init is None:
+                value = initial_weight(name, weight.shape, sizes.num_layers, config.seed)
+            else:
+                value = init[name]
             set_weight(weight, value)
         if config.compile:
             for block in self.model.h.values():
@@ -179,9 +183,9 @@ class Pipeline(Layout):
     The first stage embeds and the last one has the output: each has a copy of the tied matrix.
     """
 
-    def __init__(self, config, sizes: Sizes, world: World, precision: Precision):
+    def __init__(self, config, sizes: Sizes, world: World, precision: Precision, init=None):
         self.number = world.rank // config.tensor % config.pipe  # of this rank's stage
-        super().__init__(config, sizes, world, precision)
+        super().__init__(config, sizes, world, precision, init)
         # The shapes that a stage receives and sends. Between blocks a tensor-parallel rank has a
         # part of each sequence.
         rows, length = config.batch_size // self.data // config.accumulate, sizes.seq_length
@@ -288,10 +292,10 @@ def complete_model(config, sizes: Sizes) -> nn.Module:
     return kind(sizes, config.recompute)
 
 
-def make_layout(config, sizes: Sizes, world: World, precision: Precision) -> Layout:
-    """The layout that the flags ask for, on this rank."""
+def make_layout(config, sizes: Sizes, world: World, precision: Precision, init=None) -> Layout:
+    """The layout that the flags ask for, on this rank. For `init` see `Layout`."""
     kind = Pipeline if config.pipe > 1 else Layout
-    return kind(config, sizes, world, precision)
+    return kind(config, sizes, world, precision, init)
 
 
 def parallelize_tensors(model: GPT, mesh) -> None:

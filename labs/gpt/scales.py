@@ -46,22 +46,25 @@ from engine import distributed
 from engine.memory import GIB
 from engine.precision import choose_precision
 from labs.gpt import plan
+from labs.gpt.__main__ import LESS_THAN, resolved, sizes_of
 from labs.gpt.__main__ import Config as TrainConfig
-from labs.gpt.__main__ import resolved, sizes_of
 from labs.gpt.data import read_documents
 from labs.gpt.rows import Table
 
-LESS_THAN = 7.0  # the handout: a final loss below 7 is a successful training
 HEAD = (
     "scale",
     "cards",
-    "hidden",
+    "width",
     "heads",
     "layers",
     "sequence",
+    "vocabulary",
     "parameters",
+    "batch",
+    "learning rate",
+    "steps",
     "memory a card",
-    "time",
+    "minutes",
     "final loss",
     "loss < 7",
 )
@@ -82,31 +85,46 @@ SCALES = [
     # Without micro-batches one card computes while the other waits.
     Scale("2: two cards, naive pipeline", 2, {"pipe": 2, "accumulate": 1}),
     Scale("3: two cards, ZeRO-3 + recomputation", 2, EVERY_TECHNIQUE),
-    Scale("4: the handout's 1.6B model", 4, {**EVERY_TECHNIQUE, "preset": "1.6b", "num_layers": 48}),
+    Scale(
+        "4: the handout's 1.6B model", 4, {**EVERY_TECHNIQUE, "preset": "1.6b", "num_layers": 48}
+    ),
 ]
 
 
-def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[dict, float]:
+def plan_scale(
+    scale: Scale, config: Config, precision: str, device_type: str
+) -> tuple[dict, float]:
     """The settings of a row, its number of layers among them, and the GiB it needs on a card."""
     settings = {"preset": config.preset, "data": config.data, "precision": precision}
-    settings |= {"max_steps": config.max_steps, "keep": 0, **scale.settings}
-    if "pipe" in settings and precision == "fp16":
-        settings["precision"] = "fp32"  # a pipeline has no loss scaler
+    settings |= {"max_steps": config.max_steps, "memory_gib": config.memory_gib, "keep": 0}
+    settings |= scale.settings
     training = resolved(TrainConfig(**settings), scale.cards)
     if "num_layers" not in settings:
         sizes = sizes_of(training)
-        deepest = plan.most_layers(training, sizes, scale.cards, config.memory_gib)
+        deepest = plan.most_layers(training, sizes, scale.cards, config.memory_gib, device_type)
         training.num_layers = max(deepest, training.pipe)  # planned even if no depth fits
         settings["num_layers"] = training.num_layers
-    need = plan.memory(training, sizes_of(training), scale.cards)
+    need = plan.memory(training, sizes_of(training), scale.cards, device_type)
     return settings, need.total / GIB
 
 
 def cells_of(scale: Scale, settings: dict, need_gib: float, outcome: dict) -> list:
     """The cells of a row."""
     sizes = sizes_of(TrainConfig(**settings))
-    cells = [scale.name, scale.cards, sizes.d_model, sizes.nhead, sizes.num_layers, sizes.seq_length]
-    cells += [f"{outcome.get('parameters', sizes.parameters):,}"]
+    cells = [
+        scale.name,
+        scale.cards,
+        sizes.d_model,
+        sizes.nhead,
+        sizes.num_layers,
+        sizes.seq_length,
+        # A small text may have fewer tokens than the preset's vocabulary.
+        f"{outcome.get('vocab_size', sizes.vocab_size):,}",
+        f"{outcome.get('parameters', sizes.parameters):,}",
+        sizes.batch_size,
+        f"{sizes.lr:g}",
+        settings["max_steps"],
+    ]
     planned = f"{need_gib:.2f} GiB planned"
     if "planned" in outcome:
         return [*cells, planned, "planned", outcome["planned"], "–"]
@@ -115,7 +133,7 @@ def cells_of(scale: Scale, settings: dict, need_gib: float, outcome: dict) -> li
     reached = "yes" if outcome["loss"] < LESS_THAN else "no"
     if outcome["data"] == "random ids":
         reached = "– (random ids)"
-    cells += [f"{max(outcome['peak_gib']):.2f} GiB", f"{outcome['minutes']:.1f} min"]
+    cells += [f"{max(outcome['peak_gib']):.2f} GiB", f"{outcome['minutes']:.1f}"]
     return [*cells, f"{outcome['loss']:.2f}", reached]
 
 
@@ -139,7 +157,7 @@ def main(config: Config) -> None:
     if config.data == "random":
         table.log("data: random ids, not text: no row can show learning; name a text with --data")
     for scale in SCALES:
-        settings, need_gib = plan_scale(scale, config, precision)
+        settings, need_gib = plan_scale(scale, config, precision, device.type)
         if scale.cards > cards:
             outcome = {"planned": f"needs {scale.cards} cards"}
         elif need_gib > config.memory_gib:

@@ -1,6 +1,6 @@
 """Sizes of models: presets, parameters and operations, by the handout's formulas and by ours.
 
-H hidden size, L layers, T sequence, V vocabulary.
+D width, L layers, T tokens of a sequence, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -28,31 +28,33 @@ class Sizes:
 
     @property
     def block_parameters(self) -> int:
-        """Of one block: c_attn 3·H², c_proj H², MLP 8·H², and 13·H of biases and norms."""
+        """Of one block: c_attn 3·D², c_proj D², MLP 8·D², and 13·D of biases and norms."""
         return 12 * self.d_model**2 + 13 * self.d_model
 
     @property
     def embedding_parameters(self) -> int:
-        """Of tokens and positions: (V + T)·H."""
+        """Of tokens and positions: (V + T)·D."""
         return (self.vocab_size + self.seq_length) * self.d_model
 
     @property
     def parameters(self) -> int:
         """Of the whole model; the output is the embedding's matrix and counts once."""
-        return self.embedding_parameters + self.num_layers * self.block_parameters + 2 * self.d_model
+        return (
+            self.embedding_parameters + self.num_layers * self.block_parameters + 2 * self.d_model
+        )
 
     def flops_per_token(self) -> float:
         """Operations per training token: W weights cost 2·W forward and 4·W backward.
 
         The embedding is a look-up, but the output multiplies by its matrix. Attention's own
-        products cost 4·T·H per layer forward, 12·T·H in all (the masked half is counted, as in most
+        products cost 4·T·D per layer forward, 12·T·D in all (the masked half is counted, as in most
         papers). Recomputation is not counted: it is no progress.
         """
         matrices = self.num_layers * 12 * self.d_model**2 + self.vocab_size * self.d_model
         return 6.0 * matrices + 12.0 * self.num_layers * self.seq_length * self.d_model
 
 
-# Hidden size, heads, layers, sequence. 124m to 1.5b are GPT-2's; 1.6b is the handout's row.
+# Width, heads, layers, sequence. 124m to 1.5b are GPT-2's; 1.6b is the handout's row.
 # In `wide` most memory goes to weights and the optimizer, in `deep` to activations: the sizes
 # of the comparison table.
 PRESETS = {
