@@ -97,7 +97,8 @@ class Config:
     seed: int = flag(1, "seed of weights and data order", "Run", min=0, fixed=True)
 
     def __post_init__(self):
-        if 0 < self.vocab_size < 300 and self.data != "random":
+        trains_tokenizer = self.data != "random" and not self.init
+        if 0 < self.vocab_size < 300 and trains_tokenizer:
             raise UserError(
                 f"--vocab_size {self.vocab_size} must be at least 300: 256 are single bytes"
             )
