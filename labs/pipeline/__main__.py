@@ -172,7 +172,7 @@ def train(config: Config) -> Path:
         # -------- this rank's stages, and an optimizer for their weights
         pipeline = Pipeline(model, config, world)
         del model  # its other stages need no memory here
-        memory.forget_peak()
+        memory.resume()
         optimizer = make_optimizer(config, pipeline.parameters.values())
         if run.checkpoint:
             saved = checkpoint.load_tensors(run.checkpoint / "optimizer.pt")
@@ -195,7 +195,9 @@ def train(config: Config) -> Path:
             save_due = finished or interrupted or step % config.save_every == 0
             if save_due and step > saved_step:
                 save_time = time.perf_counter()
+                memory.pause()
                 save(run, pipeline, optimizer, step)
+                memory.resume()
                 saved_step = step
                 log_time += time.perf_counter() - save_time  # not counted in the speed
             if finished or interrupted:

@@ -28,18 +28,23 @@ KINDS = {  # of work: name, colour
 class Memory:
     """The most memory that training holds: of tensors on a GPU, of the process on a CPU.
 
-    On a CPU what the process held before it had a model, PyTorch among others, is not counted.
+    On a CPU what the process held before it had a model, PyTorch among others, is not counted. Nor
+    is a checkpoint: for it rank 0 gathers the complete model.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.before = 0.0  # GiB
+        self.before = self.peak = 0.0  # GiB
         if device.type == "cpu":
             memory.forget_peak()
             self.before = memory.held_gib("VmRSS")
 
-    def forget_peak(self) -> None:
-        """The peak counts from now on; until now this rank had the complete model."""
+    def pause(self) -> None:
+        """Until `resume` the memory is not that of training."""
+        self.peak = max(self.peak, peak_memory_gib(self.device))
+
+    def resume(self) -> None:
+        """The peak counts from now on."""
         if self.device.type == "cpu":
             memory.forget_peak()
         else:
@@ -47,7 +52,7 @@ class Memory:
 
     def peak_mib(self) -> float:
         """The peak in MiB."""
-        return 1024 * (peak_memory_gib(self.device) - self.before)
+        return 1024 * (max(self.peak, peak_memory_gib(self.device)) - self.before)
 
 
 def report(
