@@ -345,7 +345,7 @@ def train(config: Config) -> Path | None:
                 "verdict": verdict(loss, sizes.vocab_size, config.data),
             }
             atomic_write(run.folder / "result.json", as_json(result))
-            log(f"loss: {result['verdict']}")
+            log(f"result: {result['verdict']}")
             log(f"memory: at most {max(peaks):.2f} GiB on a rank; {need.total / GIB:.2f} planned")
             log(
                 f"speed: {result['tokens_per_second']:,.0f} tokens/s, "
@@ -473,7 +473,7 @@ def time_left(step_seconds: float, steps: int, config: Config) -> str:
 
 def verdict(loss: float, vocab_size: int, data: str) -> str:
     """The handout's threshold, and what the loss is compared with."""
-    text = f"{loss:.2f} in the last log line's steps"
+    text = f"training loss {loss:.2f} at the end (mean of the last steps)"
     if data == "random":
         return f"{text}; random ids, so it says nothing"
     relation = "below" if loss < LESS_THAN else "not below"

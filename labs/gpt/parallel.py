@@ -217,8 +217,10 @@ class Pipeline(Layout):
                 if world.rank in (first, last):
                     self.ends = ends
         if precision.scaler.is_enabled():
-            # Only the last stage scales a loss. This sets up the scale in all stages.
-            precision.scaler.scale(torch.zeros((), device=world.device))
+            # Only the last stage scales a loss. This sets up the scale in all stages, where their
+            # gradients are.
+            weight = next(iter(self.weights.values()))
+            precision.scaler.scale(torch.zeros((), device=weight.device))
 
     def make_model(self) -> GPT:
         """This rank's stage."""

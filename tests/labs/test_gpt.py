@@ -921,6 +921,31 @@ def test_a_table_in_fp16(tmp_path, monkeypatch):
     assert len(rows) > 9 and all("--precision fp16" in flags for flags in rows)
 
 
+def test_techniques_are_compared_with_row_1_and_with_ddp():
+    def outcome(speed: float, memory: float, **changes) -> dict:
+        result = dict(tokens_per_second=speed, peak_gib=[memory / 2, memory], device="cpu")
+        result |= dict(cpu_seconds_per_step=1.5, tflops=0.1, share_of_peak=None, loss=6.0)
+        return result | changes
+
+    rows = {(row.name, row.processes): row for row in compare.ROWS}
+    before, speeds = [], {}
+    for name, processes, result in (
+        ("one process", 1, outcome(100, 2)),
+        ("DDP", 2, outcome(160, 2)),
+        ("FSDP2, ZeRO-3", 2, outcome(80, 1)),
+        ("DDP", 4, {"failed": "failed, see row-3.log"}),
+        ("pipe, 1F1B", 4, outcome(50, 0.5, device="cuda", share_of_peak=0.25)),
+    ):
+        row = rows[name, processes]
+        cells = compare.cells_of(row, result, before)
+        assert len(cells) == len(compare.HEAD)
+        before.append((row, result))
+        speeds[name, processes] = cells[3:6] + cells[7:10]
+    assert speeds["one process", 1] == ["1.00", "–", "1.50 s", "–", "2.00 GiB", "1.00"]
+    assert speeds["FSDP2, ZeRO-3", 2] == ["0.80", "0.50", "1.50 s", "–", "1.00 GiB", "0.50"]
+    assert speeds["pipe, 1F1B", 4] == ["0.50", "–", "–", "25.0%", "0.50 GiB", "0.25"]
+
+
 @pytest.mark.parametrize("victim", ["table", "row"])
 def test_a_signal_leaves_no_row_behind(victim, tmp_path, monkeypatch):
     """A row that was interrupted is no result, and none goes on computing without its table."""
