@@ -377,17 +377,18 @@ def test_unequal_micro_batches_and_short_batches():
 def test_an_epoch_shows_every_sequence_once():
     dataset = data.NLPDataset(13, 4)
     assert len(dataset) == 13 and dataset[5].tolist() == [5, 5, 5, 5]
-    batches = list(islice(data.batches(dataset, 1, 8, seed=3), 4))
+    batches = list(islice(data.batches(dataset, 1, 8, seed=3), 6))
     epochs = []
-    for steps in (batches[:2], batches[2:]):
+    for steps in (batches[:2], batches[2:4], batches[4:]):
         epochs.append(torch.cat([target[:, 0] for _, target in steps]).tolist())
         assert sorted(epochs[-1]) == [-1, -1, -1, *range(13)]
     assert epochs[0] != epochs[1]
     # From any step on, they are those of a run at once.
-    for first in (2, 3, 4):
-        tokens, target = next(data.batches(dataset, first, 8, seed=3))
-        assert torch.equal(tokens, batches[first - 1][0])
-        assert torch.equal(target, batches[first - 1][1])
+    for done in (1, 2, 3):
+        rest = islice(data.batches(dataset, done + 1, 8, seed=3), 6 - done)
+        for (tokens, target), (expected_tokens, expected_target) in zip(rest, batches[done:]):
+            assert torch.equal(tokens, expected_tokens)
+            assert torch.equal(target, expected_target)
 
 
 # ---- what the log says ---------------------------------------------------------------------------
