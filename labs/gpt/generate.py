@@ -1,6 +1,6 @@
 """Continue a text with a trained model.
 
-python -m labs.gpt.generate --ckpt runs/NAME --prompt "In this paper" --temperature 0.8 --top_p 0.9
+python -m labs.gpt.generate runs/NAME --prompt "In this paper" --temperature 0.8 --top_p 0.9
 python -m labs.gpt.generate --ckpt runs/NAME/checkpoints/sharded-60    # as it wrote after 60 steps
 """
 
@@ -15,7 +15,10 @@ class Config:
     """What to write, and with which model."""
 
     ckpt: str = flag(
-        "", "run of labs.gpt, or one of its checkpoints; default: the newest run", "Generation"
+        "",
+        "run of labs.gpt, or one of its checkpoints; default: the newest run",
+        "Generation",
+        first_word=True,
     )
     prompt: str = flag("In this paper", "the beginning of the text", "Generation")
     max_new_tokens: int = flag(

@@ -258,6 +258,13 @@ def test_generation():
             assert seen.argmax() == out[0, length]
 
 
+def test_the_first_word_is_the_run(monkeypatch):
+    for words in (["runs/a"], ["--ckpt", "runs/a"]):
+        monkeypatch.setattr(sys, "argv", ["generate.py", *words, "--top_k", "5"])
+        config = parse_flags(generate.Config)
+        assert (config.ckpt, config.top_k) == ("runs/a", 5)
+
+
 def test_a_text_ends_at_its_end_token():
     model = model_with_positions()
     config = generate.Config(max_new_tokens=20, temperature=0)
