@@ -429,7 +429,9 @@ def test_the_commands_of_a_long_page_run(page, place):
 # -------------------------------------------------------------------- the commands of the labs
 
 # What each program gets behind the page's flags, so that it ends within seconds.
-GPT_FLAGS = "--size toy --layers 4 --sequence 16 --vocabulary 300 --batch_size 4 --max_steps 1"
+GPT_FLAGS = (
+    "--preset toy --num_layers 4 --seq_length 16 --vocab_size 300 --batch_size 4 --max_steps 1"
+)
 TEXT_FLAGS = "--epochs 1 --d_model 8 --nhead 1 --layers 1 --segment 8 --batch 256 --device cpu"
 PIPELINE_FLAGS = "--d_model 16 --nhead 2 --dim_feedforward 32 --max_steps 2 --batch_size 8"
 REDUCED = {
@@ -512,7 +514,9 @@ def test_the_commands_of_a_lab_run(page, tmp_path):
         flags = [re.sub(r"SEED|\$\w", "1", flag) for flag in flags if flag != "--"]
         if page.startswith("labs/lenet"):
             flags = ["drawn" if flag == "DIR" else flag for flag in flags]
-        if "--resume" not in flags:
+        if "--init" in flags:  # the model has the sizes of its weights
+            flags += ["--batch_size", "4", "--max_steps", "1"]
+        elif "--resume" not in flags:
             flags += REDUCED[program]
         elif program == "labs.gpt":
             # It refuses to resume a finished run.

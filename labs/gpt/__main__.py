@@ -1,7 +1,7 @@
 """Train a GPT on one process or many, with the techniques that make a large model fit or go faster.
 
 python -m labs.gpt --data wos/                                  # Web of Science; CPU or one GPU
-python -m labs.gpt --size 1.6b --plan --gpus 4 --memory_gib 24  # what would fit; allocates nothing
+python -m labs.gpt --preset 1.6b --plan --gpus 4 --memory_gib 24  # what fits; allocates nothing
 torchrun --nproc_per_node 2 -m -- labs.gpt --data_parallel zero3 --recompute
 torchrun --nproc_per_node 4 -m -- labs.gpt --tensor 2           # 2 (data) × 2 (tensor)
 torchrun --nproc_per_node 4 -m -- labs.gpt --pipe 4             # a pipeline of four stages
@@ -24,18 +24,25 @@ class Config:
     """Every setting. `fixed`: --resume cannot change it. 0 is automatic where the help says so."""
 
     data: str = flag("random", "text file or folder; random: ids without meaning", "Data")
-    vocabulary: int = flag(0, "tokens; 0: the preset's", "Data", min=0, fixed=True)
+    vocab_size: int = flag(0, "tokens; 0: the preset's", "Data", min=0, fixed=True)
+    init: str = flag(
+        "",
+        "fine-tune: run or checkpoint whose weights and tokenizer to begin with; with --model hf "
+        "also a local GPT-2's folder",
+        "Model",
+        fixed=True,
+    )
 
-    size: str = flag(
+    preset: str = flag(
         "mini", "preset (toy|mini|wide|deep|124m|355m|774m|1.5b|1.6b)", "Model", fixed=True
     )
     model: str = flag(
         "own", "our model or Hugging Face's GPT2LMHeadModel (own|hf)", "Model", fixed=True
     )
-    hidden: int = flag(0, "model width; 0: the preset's", "Model", min=0, max=2**16, fixed=True)
-    heads: int = flag(0, "attention heads; 0: the preset's", "Model", min=0, max=2**10, fixed=True)
-    layers: int = flag(0, "blocks; 0: the preset's", "Model", min=0, max=2**20, fixed=True)
-    sequence: int = flag(
+    d_model: int = flag(0, "model width; 0: the preset's", "Model", min=0, max=2**16, fixed=True)
+    nhead: int = flag(0, "attention heads; 0: the preset's", "Model", min=0, max=2**10, fixed=True)
+    num_layers: int = flag(0, "blocks; 0: the preset's", "Model", min=0, max=2**20, fixed=True)
+    seq_length: int = flag(
         0, "tokens in a sequence; 0: the preset's", "Model", min=0, max=2**20, fixed=True
     )
 
@@ -71,7 +78,13 @@ class Config:
 
     plan: bool = flag(False, "only print what fits on the cards below", "Planner")
     gpus: int = flag(1, "cards", "Planner", min=1, max=2**14)
-    memory_gib: float = flag(24.0, "memory of each card", "Planner", above=0, max=2**12)
+    memory_gib: float = flag(
+        0.0,
+        "memory of each card, also in training; 0: 24 in the plan, in training what there is",
+        "Planner",
+        min=0,
+        max=2**12,
+    )
 
     run: str = flag("", "name of the run (folder runs/NAME); default: the time", "Run")
     resume: str = flag("", "run folder to continue", "Run")
@@ -84,9 +97,10 @@ class Config:
     seed: int = flag(1, "seed of weights and data order", "Run", min=0, fixed=True)
 
     def __post_init__(self):
-        if 0 < self.vocabulary < 300 and self.data != "random":
+        trains_tokenizer = self.data != "random" and not self.init
+        if 0 < self.vocab_size < 300 and trains_tokenizer:
             raise UserError(
-                f"--vocabulary {self.vocabulary} must be at least 300: 256 are single bytes"
+                f"--vocab_size {self.vocab_size} must be at least 300: 256 are single bytes"
             )
 
 
@@ -94,6 +108,7 @@ class Config:
 if __name__ == "__main__":
     config = parse_flags(Config, "train a GPT; the result goes to runs/NAME")
 
+import math
 import time
 from pathlib import Path
 
@@ -105,15 +120,17 @@ from engine.files import as_json, atomic_write
 from engine.layers import save_layers
 from engine.memory import GIB
 from engine.meters import perplexity
-from engine.precision import Precision, choose_precision
+from engine.precision import choose_precision
 from engine.run import INTERRUPTED, Run, saved_settings
 from labs.gpt import checkpoints, measure, plan
-from labs.gpt.data import Data, load, prepare
+from labs.gpt.data import Data, load, load_tokenizer, prepare
+from labs.gpt.initial import Source, read_source, require_same_names, take_sizes
 from labs.gpt.parallel import Layout, complete_model, make_layout, make_optimizer
 from labs.gpt.sizes import PRESETS, Sizes, get_tflops
 
 WARMUP = 1000  # steps, at most a tenth of the run
 CLIP = 1.0  # largest norm of the gradient
+LESS_THAN = 7.0  # the handout: a final loss below 7 is a successful training
 
 
 @dataclass
@@ -131,6 +148,10 @@ class State:
 def train(config: Config) -> Path | None:
     """One run, from the data to the last checkpoint. Returns its folder."""
     config = saved_settings(config)
+    source = None
+    if config.init and not (config.resume and has_checkpoint(config.resume)):
+        source = read_source(config.init, config.model)
+        take_sizes(config, source)
     fill_in_sizes(config)  # config.json and the report then have them
     check_formula(config, sizes_of(config))
     if config.plan:
@@ -141,8 +162,6 @@ def train(config: Config) -> Path | None:
     world = distributed.init(config.device)
     # The ranks agree on a format here; one that refused earlier would leave the others waiting.
     precision = choose_precision(world.device, config.precision, training=True, world=world)
-    if config.precision == "auto" and precision.name == "fp16" and config.pipe > 1:
-        precision = Precision(world.device, "fp32", "a pipeline cannot scale the loss for fp16")
     settings = resolved(config, world.size, precision.name)
     plan.check_grid(settings, sizes_of(config), world.size)
     plan.check_fits(settings, sizes_of(config), world)
@@ -155,15 +174,19 @@ def train(config: Config) -> Path | None:
 
         # -------- data: rank 0 prepares them in the cache, then all read them
         sizes = sizes_of(config)
-        folder = world.on_main(lambda: prepare(config, sizes, run.cache, log))
+        tokenizer = None
+        if config.init and config.data != "random":
+            # A resumed run has a copy: what it was fine-tuned from may be gone.
+            tokenizer = load_tokenizer(tokenizer_folder(source, run.folder))
+        folder = world.on_main(lambda: prepare(config, sizes, run.cache, log, tokenizer))
         data = load(config, sizes, folder, log)
         # A small text may have fewer tokens than the preset's vocabulary.
-        sizes = replace(sizes, vocabulary=data.vocabulary)
+        sizes = replace(sizes, vocab_size=data.vocab_size)
         plan.check_grid(config, sizes, world.size)
         for split in ("train", "validation"):
             log(
                 f"{split}: {data.batches(split):,} batches of {config.batch_size} × "
-                f"{sizes.sequence} tokens from {data.sequences(split):,} sequences"
+                f"{sizes.seq_length} tokens from {data.sequences(split):,} sequences"
             )
         state = State(data_key=data.key)
 
@@ -172,7 +195,12 @@ def train(config: Config) -> Path | None:
         # On a CPU large tensors share one region of memory: the heap's holes cannot be planned.
         fast.keep_tensors_together(world.device)
         memory = measure.Memory(world.device)
-        layout = make_layout(config, sizes, world, precision)
+        init = None
+        if source:
+            init = source.weights(sizes.seq_length)
+            require_same_names(weights_of_model(config, sizes), init, source.path)
+            log(f"init: weights of {source.path}; new optimizer, step 0")
+        layout = make_layout(config, sizes, world, precision, init)
         optimizer = make_optimizer(layout)
         if config.offload:
             # Gradients are on the CPU, so fp16's scale is made there, too.
@@ -224,6 +252,7 @@ def train(config: Config) -> Path | None:
         # -------- the loop
         peak_flops = measure.peak_flops(world, precision.dtype)
         steps = measure.Steps(world.device)
+        first_step = state.step
         losses = []  # of the steps since the last log line
         loss = None
         saved_step = state.step
@@ -231,8 +260,14 @@ def train(config: Config) -> Path | None:
         while True:
             # Between two steps: is it time to validate, save or stop?
             # The slowest clock and any rank's signal count for all ranks, or they would part.
+            minutes = (time.perf_counter() - begun) / 60
             interrupted = run.stop_asked()
-            state.minutes = world.maximum((time.perf_counter() - begun) / 60)[0]
+            state.minutes, peak = world.maximum(minutes, memory.peak_gib())
+            if config.memory_gib and peak > config.memory_gib:
+                raise UserError(
+                    f"step {state.step}: a process held {peak:.2f} GiB, more than the card's "
+                    f"--memory_gib {config.memory_gib:.2f}; use fewer layers or another technique"
+                )
             progress = schedule.progress(state.step, total_steps, state.minutes, config.max_minutes)
             at_validation_step = progress >= 1 or state.step % eval_every == 0
             validation_due = at_validation_step and state.step > state.last_validation
@@ -267,6 +302,8 @@ def train(config: Config) -> Path | None:
             gradient_norm = layout.step(optimizer, CLIP, step)
             steps.end()
             state.step = step
+            if step == first_step + 2:  # the first step also warms up
+                log(f"time: {time_left(steps.seconds[-1], total_steps - step, config)}")
 
             if step % config.log_every == 0 or step == total_steps:
                 precision.check_finite()
@@ -279,9 +316,10 @@ def train(config: Config) -> Path | None:
                     "train/learning_rate": learning_rate,
                     "train/gradient_norm": gradient_norm.item(),
                     "speed/tokens_per_second": speed["tokens_per_second"],
-                    "speed/model_flops_utilisation": speed["share_of_peak"],
                     "memory/peak_gib": memory.peak_gib(),
                 }
+                if speed["share_of_peak"] is not None:
+                    curves["speed/model_flops_utilisation"] = speed["share_of_peak"]
                 run.scalars(step, curves)
                 log(
                     f"step {step:>6,}  loss {loss:.4f}  lr {learning_rate:.2e}"
@@ -293,6 +331,7 @@ def train(config: Config) -> Path | None:
         if losses:  # the clock or a signal ended the run between two log lines
             loss = world.sum(torch.stack(losses).mean()).item()
         peaks = world.gather(memory.peak_gib())
+        cpu_seconds = world.sum(torch.tensor(steps.cpu_median)).item()
         if world.is_main and steps.seconds:
             result = figures(config, sizes, steps.median, peak_flops)
             result |= {
@@ -307,17 +346,19 @@ def train(config: Config) -> Path | None:
                 "precision": precision.name,
                 "peak_gib": peaks,
                 "planned_gib": need.total / GIB,
+                "planned_parts": {name: size / GIB for name, size in asdict(need).items()},
+                "cpu_seconds_per_step": cpu_seconds,
+                "vocab_size": sizes.vocab_size,
+                "verdict": verdict(loss, sizes.vocab_size, config.data),
             }
             atomic_write(run.folder / "result.json", as_json(result))
-            log(
-                f"memory: at most {max(peaks):.2f} GiB on a rank; {need.total / GIB:.2f} planned "
-                "for its tensors"
-            )
+            log(f"result: {result['verdict']}")
+            log(f"memory: at most {max(peaks):.2f} GiB on a rank; {need.total / GIB:.2f} planned")
             log(
                 f"speed: {result['tokens_per_second']:,.0f} tokens/s, "
                 f"{result['step_seconds'] * 1000:.0f} ms a step; {result['tflops']:.3f} TFLOP/s, "
-                f"{result['share_of_peak']:.1%} of the measured peak (the handout's formulas: "
-                f"{result['handout_parameters']:,} weights, "
+                f"{measure.percent(result['share_of_peak'])} of the measured peak (the handout's "
+                f"formulas: {result['handout_parameters']:,} weights, "
                 f"{result['handout_tflops']:.3f} TFLOP/s)"
             )
         reason = "finished"
@@ -327,9 +368,14 @@ def train(config: Config) -> Path | None:
         return run.folder
 
 
+def has_checkpoint(run: str) -> bool:
+    """Whether a run has saved something: if not, a resumed one begins with --init again."""
+    return bool(checkpoints.list_checkpoints(Path(run) / "checkpoints"))
+
+
 def fill_in_sizes(config: Config) -> None:
-    """Replace what is automatic (0) by the values of --size, also the batch and learning rate."""
-    for name, value in asdict(PRESETS[config.size]).items():
+    """Replace what is automatic (0) by the values of --preset, also the batch and learning rate."""
+    for name, value in asdict(PRESETS[config.preset]).items():
         if not getattr(config, name):
             setattr(config, name, value)
 
@@ -337,23 +383,38 @@ def fill_in_sizes(config: Config) -> None:
 def sizes_of(config: Config) -> Sizes:
     """The preset, changed by flags."""
     changes = {}
-    for name in ("hidden", "heads", "layers", "sequence", "vocabulary"):
+    for name in ("d_model", "nhead", "num_layers", "seq_length", "vocab_size"):
         if getattr(config, name):
             changes[name] = getattr(config, name)
-    return replace(PRESETS[config.size], **changes)
+    return replace(PRESETS[config.preset], **changes)
 
 
 def check_formula(config: Config, sizes: Sizes) -> None:
     """Raises `UserError` unless sizes.py counts the parameters that a model of one block has."""
-    sizes = replace(sizes, layers=1)
-    with torch.device("meta"):  # without memory for the weights
-        model = complete_model(config, sizes)
-    count = sum(weight.numel() for weight in model.parameters())
+    sizes = replace(sizes, num_layers=1)
+    count = sum(weight.numel() for weight in weights_of_model(config, sizes).values())
     if sizes.parameters != count:
         raise UserError(
             f"for one block sizes.py counts {sizes.parameters:,} parameters, model.py has "
             f"{count:,}; change block_parameters and flops_per_token in sizes.py"
         )
+
+
+def weights_of_model(config: Config, sizes: Sizes) -> dict[str, torch.Tensor]:
+    """The names and shapes of all weights, without memory for them."""
+    with torch.device("meta"):
+        return dict(complete_model(config, sizes).named_parameters())
+
+
+def tokenizer_folder(source: Source | None, run: Path) -> Path:
+    """Of --init; a resumed run has a copy. Raises `UserError` for a model of random ids."""
+    folder = source.tokenizer if source else run / "tokenizer"
+    if folder is None:
+        raise UserError(
+            f"--init {source.path} has no tokenizer, so it cannot read --data; leave "
+            "--data out, or name a model that was trained on text"
+        )
+    return folder
 
 
 def resolved(config: Config, processes: int, precision: str = "") -> Config:
@@ -380,21 +441,54 @@ def validate(layout: Layout, data: Data) -> float:
 
 def figures(config: Config, sizes: Sizes, step_seconds: float, peak_flops: float) -> dict:
     """Size and speed, by our formulas and the handout's."""
-    tokens = config.batch_size * sizes.sequence
+    tokens = config.batch_size * sizes.seq_length
     flops = sizes.flops_per_token() * tokens / step_seconds
     handout_parameters = sizes.parameters
     if config.model == "hf":  # get_model_size counts the matrix of embedding and lm_head twice
-        handout_parameters += sizes.vocabulary * sizes.hidden
-    handout_tflops = get_tflops(handout_parameters, config.batch_size, sizes.sequence, step_seconds)
+        handout_parameters += sizes.vocab_size * sizes.d_model
+    handout_tflops = get_tflops(
+        handout_parameters, config.batch_size, sizes.seq_length, step_seconds
+    )
     return {
         "parameters": sizes.parameters,
         "handout_parameters": handout_parameters,
         "step_seconds": step_seconds,
         "tokens_per_second": tokens / step_seconds,
         "tflops": flops / 1e12,
-        "share_of_peak": flops / peak_flops,
+        # Above 1 the peak is none: the product that measures it was disturbed by other programs,
+        # or the CPU has no instructions for it (bf16).
+        "share_of_peak": flops / peak_flops if flops <= peak_flops else None,
         "handout_tflops": handout_tflops,
     }
+
+
+def time_left(step_seconds: float, steps: int, config: Config) -> str:
+    """How long the rest of the run takes, for the log."""
+    seconds = step_seconds * steps
+    if config.max_minutes:
+        seconds = min(seconds, 60 * config.max_minutes)
+    text = f"about {seconds / 60:,.0f} minutes"
+    if seconds < 90:
+        text = f"about {seconds:.0f} seconds"
+    elif seconds > 2 * 3600:
+        text = f"about {seconds / 3600:,.1f} hours"
+    return (
+        f"{step_seconds:.1f} s for step 2, {text} for the {steps:,} steps that are left; to end it "
+        "sooner: --max_steps or --max_minutes"
+    )
+
+
+def verdict(loss: float, vocab_size: int, data: str) -> str:
+    """The handout's threshold, and what the loss is compared with."""
+    text = f"training loss {loss:.2f} at the end (mean of the last steps)"
+    if data == "random":
+        return f"{text}; random ids, so it says nothing"
+    relation = "below" if loss < LESS_THAN else "not below"
+    success = "success" if loss < LESS_THAN else "no success"
+    return (
+        f"{text}, {relation} the handout's {LESS_THAN:g}: {success}; guessing among the "
+        f"{vocab_size:,} tokens has ln {vocab_size} = {math.log(vocab_size):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from engine.checkpoint import verify_files, write_checksums
 from engine.errors import UserError
+from engine.run import find_run
 from labs.gpt.sizes import Sizes
 
 # One process alone is meant to be alone.
@@ -132,6 +133,36 @@ def newest(run: Path, log=print) -> Path | None:
     if damaged:
         raise UserError(f"no undamaged checkpoint in {run}: {', '.join(damaged)}; train again")
     return None
+
+
+def choose(ckpt: str, log=print) -> Path:
+    """The checkpoint that `ckpt` names: a run, of which the newest is taken, or a checkpoint.
+
+    "" is the newest run in runs/. Raises `UserError` if there is none, or it is damaged.
+    """
+    if not ckpt:
+        runs = [run for run in Path("runs").glob("*") if list_checkpoints(run / "checkpoints")]
+        if not runs:
+            raise UserError(
+                "no run of labs.gpt in runs/; train one: python -m labs.gpt --data FILE, or name "
+                "one with --ckpt"
+            )
+        ckpt = str(max(runs, key=lambda run: (run / "checkpoints").stat().st_mtime))
+    path = find_run(ckpt)
+    if (path / "state.json").exists():
+        if damage := verify_files(path):
+            raise UserError(f"{path} is damaged ({damage}); name another checkpoint")
+        return path
+    found = newest(path, log)
+    if found is None:
+        raise UserError(f"{ckpt} has no checkpoint of labs.gpt; name a run of it, or a checkpoint")
+    return found
+
+
+def names_of(path: Path) -> set[str]:
+    """The names of a checkpoint's weights."""
+    entries = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name.removeprefix("model.") for name in entries if name.startswith("model.")}
 
 
 def load_weights(path: Path) -> tuple[dict[str, torch.Tensor], Sizes]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.cache import lock_folder, new_folder
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
-from text.subwords import encode, load_tokenizer, train_tokenizer
+from text.subwords import encode, train_tokenizer
 
 ABSTRACT = "Abstract"  # the column of Web of Science's table
 VALIDATE_EVERY = 20  # every 20th document is for validation
@@ -37,10 +37,10 @@ class Data:
     """Two rows of token ids, cut into sequences; `tokenizer` is None for random ids."""
 
     ids: dict[str, np.ndarray]  # split → (N,), with an end token after every document
-    sequence: int  # T
+    seq_length: int  # T
     batch_size: int  # B, of all processes together
     seed: int
-    vocabulary: int
+    vocab_size: int
     key: str  # a hash: a resumed run must have the same data
     tokenizer: object = None
 
@@ -51,7 +51,7 @@ class Data:
 
     def sequences(self, split: str) -> int:
         """Full sequences in the text; each needs one more token, the last target."""
-        return (len(self.ids[split]) - 1) // self.sequence
+        return (len(self.ids[split]) - 1) // self.seq_length
 
     def batch(self, split: str, step: int) -> tuple[Tensor, Tensor]:
         """Batch `step`, counted from 0: (B, T) inputs and targets.
@@ -65,7 +65,7 @@ class Data:
         else:  # np.resize repeats the sequences where a batch needs more than there are
             order = np.resize(np.arange(count), self.batches(split) * self.batch_size)
         chosen = order[number * self.batch_size : (number + 1) * self.batch_size]
-        rows = [self.ids[split][row * self.sequence :][: self.sequence + 1] for row in chosen]
+        rows = [self.ids[split][row * self.seq_length :][: self.seq_length + 1] for row in chosen]
         rows = torch.from_numpy(np.stack(rows).astype(np.int64))  # (B, T + 1)
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
@@ -76,19 +76,20 @@ def order_of_epoch(sequences: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(sequences)
 
 
-def prepare(config, sizes: Sizes, cache: Path, log) -> Path | None:
+def prepare(config, sizes: Sizes, cache: Path, log, tokenizer=None) -> Path | None:
     """Tokenise the text of --data into a folder of the cache, unless that was done before.
 
-    Returns the folder, named by a hash; None for random ids. Raises `UserError` for data that
-    cannot be read.
+    Without a `tokenizer` one is trained on the text. Returns the folder, named by a hash; None for
+    random ids. Raises `UserError` for data that cannot be read.
     """
     if config.data == "random":
         log("data: random ids, not text: speed and memory are real, the loss shows no learning")
         return None
     documents = read_documents(Path(config.data).expanduser())
     log(f"data: {config.data}: {len(documents):,} documents")
-    vocabulary = sizes.vocabulary
-    settings = f"{vocabulary} {VALIDATE_EVERY}"
+    settings = f"{sizes.vocab_size} {VALIDATE_EVERY}"
+    if tokenizer:
+        settings = f"{sorted(tokenizer.get_vocab().items())} {VALIDATE_EVERY}"
     digest = hashlib.sha256("\0".join([settings, *documents]).encode())
     folder = cache / f"gpt-{digest.hexdigest()[:16]}"
     with lock_folder(folder, log):
@@ -96,17 +97,20 @@ def prepare(config, sizes: Sizes, cache: Path, log) -> Path | None:
             log(f"data: {folder} is damaged and made again")
             shutil.rmtree(folder)
         if not folder.exists():
-            tokenise(documents, vocabulary, folder)
+            tokenise(documents, folder, sizes.vocab_size, tokenizer)
     return folder
 
 
-def tokenise(documents: list[str], vocabulary: int, folder: Path) -> None:
-    """Train the tokenizer and encode the documents; the folder appears when it is complete."""
+def tokenise(documents: list[str], folder: Path, vocab_size: int, tokenizer=None) -> None:
+    """Encode the documents; the folder appears when it is complete.
+
+    Without a `tokenizer` one of `vocab_size` tokens is trained on the training text.
+    """
     splits = {
         "train": [text for number, text in enumerate(documents) if number % VALIDATE_EVERY],
         "validation": documents[::VALIDATE_EVERY],
     }
-    tokenizer = train_tokenizer(splits["train"], vocabulary)
+    tokenizer = tokenizer or train_tokenizer(splits["train"], vocab_size)
     with new_folder(folder) as building:
         for split, texts in splits.items():
             ids = []
@@ -130,7 +134,26 @@ def read_folder(folder: Path) -> tuple[dict[str, np.ndarray], Any]:
     ids = {}
     for split in ("train", "validation"):
         ids[split] = np.load(folder / f"{split}.npy", mmap_mode="r")
-    return ids, load_tokenizer(str(folder / "tokenizer"))
+    return ids, load_tokenizer(folder / "tokenizer")
+
+
+def load_tokenizer(folder: Path):
+    """The tokenizer in a folder. GPT-2's has an end token, but none for padding: none is needed.
+
+    Raises `UserError` if it cannot be read or has no end token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # of damaged files the library raises what it happens to meet
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder}: no tokenizer can be read from this folder ({reason})") from None
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"{folder}: this tokenizer has no end token (eos); choose one that has")
+    return tokenizer
 
 
 def load(config, sizes: Sizes, folder: Path | None, log) -> Data:
@@ -145,14 +168,22 @@ def load(config, sizes: Sizes, folder: Path | None, log) -> Data:
         f"data: {len(ids['train']):,} tokens for training, {len(ids['validation']):,} for "
         f"validation; vocabulary {len(tokenizer):,}"
     )
-    shape = (sizes.sequence, config.batch_size, config.seed)
-    data = Data(ids, *shape, len(tokenizer), folder.name, tokenizer)
+    vocab_size = len(tokenizer)
+    if config.init:  # its embedding may have rows that the tokenizer does not use
+        vocab_size = sizes.vocab_size
+        if len(tokenizer) > vocab_size:
+            raise UserError(
+                f"--init {config.init}: the tokenizer has {len(tokenizer):,} tokens, the model "
+                f"{vocab_size:,}; they do not belong together"
+            )
+    shape = (sizes.seq_length, config.batch_size, config.seed)
+    data = Data(ids, *shape, vocab_size, folder.name, tokenizer)
     if data.sequences("validation") < 1 or data.batches("train") < 1:
         raise UserError(
             f"{config.data}: {len(ids['train']):,} tokens for training and "
             f"{len(ids['validation']):,} for validation are less than a batch of "
-            f"{config.batch_size} × {sizes.sequence}; use more text, or a smaller --batch_size or "
-            "--sequence"
+            f"{config.batch_size} × {sizes.seq_length}; use more text, or a smaller --batch_size "
+            "or --seq_length"
         )
     return data
 
@@ -160,13 +191,13 @@ def load(config, sizes: Sizes, folder: Path | None, log) -> Data:
 def random_data(config, sizes: Sizes) -> Data:
     """The handout's: ids drawn evenly. There is nothing to learn; it measures speed and memory."""
     draw = np.random.default_rng(config.seed)
-    kind = np.uint16 if sizes.vocabulary <= 2**16 else np.int32
+    kind = np.uint16 if sizes.vocab_size <= 2**16 else np.int32
     ids = {}
     for split, sequences in (("train", RANDOM_SEQUENCES), ("validation", 1)):
-        length = max(sequences, config.batch_size) * sizes.sequence + 1
-        ids[split] = draw.integers(sizes.vocabulary, size=length, dtype=kind)
+        length = max(sequences, config.batch_size) * sizes.seq_length + 1
+        ids[split] = draw.integers(sizes.vocab_size, size=length, dtype=kind)
     key = f"random-{config.seed}"
-    return Data(ids, sizes.sequence, config.batch_size, config.seed, sizes.vocabulary, key)
+    return Data(ids, sizes.seq_length, config.batch_size, config.seed, sizes.vocab_size, key)
 
 
 def read_documents(path: Path) -> list[str]:

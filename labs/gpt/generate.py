@@ -1,6 +1,7 @@
 """Continue a text with a trained model.
 
-python -m labs.gpt.generate --ckpt runs/NAME --prompt "In this paper" --temperature 0.8
+python -m labs.gpt.generate runs/NAME --prompt "In this paper" --temperature 0.8 --top_p 0.9
+python -m labs.gpt.generate --ckpt runs/NAME/checkpoints/sharded-60    # as it wrote after 60 steps
 """
 
 from dataclasses import dataclass
@@ -13,11 +14,26 @@ from engine.errors import UserError, run_script
 class Config:
     """What to write, and with which model."""
 
-    ckpt: str = flag("", "run of labs.gpt; its newest checkpoint is used", "Generation")
+    ckpt: str = flag(
+        "",
+        "run of labs.gpt, or one of its checkpoints; default: the newest run",
+        "Generation",
+        first_word=True,
+    )
     prompt: str = flag("In this paper", "the beginning of the text", "Generation")
-    tokens: int = flag(60, "number of new tokens", "Generation", min=1)
+    max_new_tokens: int = flag(
+        60, "stop after this many tokens, or earlier at the end of the text", "Generation", min=1
+    )
     temperature: float = flag(
         0.8, "0: always the most probable token; 1: as the model says", "Generation", min=0, max=10
+    )
+    top_k: int = flag(0, "draw from the k most probable tokens; 0: from all", "Generation", min=0)
+    top_p: float = flag(
+        1.0,
+        "draw from the fewest tokens that have this probability together; 1: from all",
+        "Generation",
+        above=0,
+        max=1,
     )
     seed: int = flag(1, "seed of the draws", "Generation", min=0)
 
@@ -31,33 +47,50 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.run import find_run
-from labs.gpt.checkpoints import load_weights, newest
+from labs.gpt.checkpoints import choose, load_weights
+from labs.gpt.data import load_tokenizer
 from labs.gpt.model import GPT
 
 
 @torch.no_grad()
-def generate(model: GPT, tokens: Tensor, config: Config, longest: int) -> Tensor:
-    """Token ids (1, T) → with `config.tokens` more. The model sees the last `longest` of them."""
+def generate(
+    model: GPT, tokens: Tensor, config: Config, longest: int, end: int | None = None
+) -> Tensor:
+    """Token ids (1, T) → with at most `config.max_new_tokens` more; the last may be `end`.
+
+    The model sees the last `longest` tokens: it has no more positions.
+    """
     draw = torch.Generator().manual_seed(config.seed)
-    for _ in range(config.tokens):
+    for _ in range(config.max_new_tokens):
         logits = model(tokens[:, -longest:])[0, -1]  # (V,)
-        if config.temperature < 1e-6:  # smaller ones would make logits infinite
-            new = logits.argmax(keepdim=True)
-        else:
-            new = torch.multinomial((logits / config.temperature).softmax(0), 1, generator=draw)
+        probabilities = distribution(logits, config)
+        new = torch.multinomial(probabilities, 1, generator=draw)
         tokens = torch.cat([tokens, new.unsqueeze(0)], dim=1)
+        if new.item() == end:
+            break
     return tokens
+
+
+def distribution(logits: Tensor, config: Config) -> Tensor:
+    """The probabilities from which the next token is drawn, (V,) → (V,).
+
+    The temperature divides the logits. Then --top_k and --top_p leave the most probable tokens; the
+    most probable one always stays (Holtzman et al. 2020 for top-p).
+    """
+    if config.temperature < 1e-6:  # smaller ones would make logits infinite
+        return torch.nn.functional.one_hot(logits.argmax(), len(logits)).float()
+    ranked, order = (logits / config.temperature).softmax(0).sort(descending=True, stable=True)
+    before = ranked.cumsum(0) - ranked  # the probability of all tokens before this one
+    keep = before < config.top_p
+    if config.top_k:
+        keep[config.top_k :] = False
+    return torch.zeros_like(logits).scatter(0, order, ranked * keep)
 
 
 def main(config: Config) -> None:
     """Load the model and print what it writes."""
-    from transformers import AutoTokenizer
-
-    run = find_run(config.ckpt)
-    path = newest(run, log=partial(print, file=sys.stderr))  # apart from the text that it writes
-    if path is None:
-        raise UserError(f"--ckpt {config.ckpt!r} has no checkpoint of labs.gpt; name such a run")
+    path = choose(config.ckpt, log=partial(print, file=sys.stderr))  # apart from its text
+    run = path.parent.parent
     if not (run / "tokenizer").is_dir():
         raise UserError(f"{run} was trained on random ids and cannot write; train with --data")
     weights, sizes = load_weights(path)
@@ -65,10 +98,11 @@ def main(config: Config) -> None:
         raise UserError(f"{run} is of --model hf; generation needs --model own")
     model = GPT(sizes)
     model.load_state_dict(weights)
-    tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")
+    tokenizer = load_tokenizer(run / "tokenizer")
     ids = tokenizer(config.prompt, add_special_tokens=False)["input_ids"]
-    tokens = torch.tensor([ids or [tokenizer.eos_token_id]])
-    tokens = generate(model.eval(), tokens, config, sizes.sequence)
+    end = tokenizer.eos_token_id
+    tokens = torch.tensor([ids or [end]])
+    tokens = generate(model.eval(), tokens, config, sizes.seq_length, end)
     print(tokenizer.decode(tokens[0].tolist(), skip_special_tokens=True))
 
 

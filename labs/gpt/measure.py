@@ -12,33 +12,47 @@ from engine.meters import cores, measured_peak_flops, peak_memory_gib
 
 
 class Steps:
-    """Seconds of each step; the first two warm up and are not counted."""
+    """Seconds of each step; the first two warm up and are not counted.
+
+    Also this process's CPU time, in all its threads. On a CPU it tells how much work a step is,
+    even while other programs use the cores.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.seconds = []
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
         self.begun = 0.0
+        self.cpu_begun = 0.0
 
     def start(self) -> None:
         """Call before a step."""
         self.begun = time.perf_counter()
+        self.cpu_begun = time.process_time()
 
     def end(self) -> None:
         """Call after a step; waits for the GPU."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.seconds.append(time.perf_counter() - self.begun)
+        self.cpu_seconds.append(time.process_time() - self.cpu_begun)
 
     @property
     def median(self) -> float:
         """Seconds of a step."""
         return statistics.median(self.seconds[2:] or self.seconds)
 
+    @property
+    def cpu_median(self) -> float:
+        """CPU seconds of a step in this process; 0 if there was none."""
+        return statistics.median(self.cpu_seconds[2:] or self.cpu_seconds or [0.0])
+
 
 class Memory:
     """The most memory held since `Memory()`: by tensors on a GPU, by the process on a CPU.
 
-    A process holds some 0.3 GiB of libraries before it has a model; that is not counted.
+    A process holds some 0.3 GiB of libraries before it has a model; that is not counted. What a
+    process needs later besides tensors is: `plan.PROCESS`.
     """
 
     def __init__(self, device: torch.device):
@@ -53,6 +67,11 @@ class Memory:
     def peak_gib(self) -> float:
         """The peak in GiB."""
         return peak_memory_gib(self.device) - self.before
+
+
+def percent(share: float | None) -> str:
+    """A share as text; "–" if it is unknown."""
+    return "–" if share is None else f"{share:.1%}"
 
 
 def peak_flops(world: World, dtype: torch.dtype) -> float:

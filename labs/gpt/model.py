@@ -4,7 +4,7 @@
     logits = model(tokens)                    # (B, T) → (B, T, V)
     loss = model(tokens, targets)             # the mean cross-entropy in nats
 
-B sequences, T tokens, D hidden size, H heads, W = D / H, V vocabulary. The weights have GPT-2's
+B sequences, T tokens, D width, H heads, W = D / H, V vocabulary. The weights have GPT-2's
 names. There is no dropout: every layout of processes would draw other random numbers, and their
 losses could not be compared.
 """
@@ -24,9 +24,9 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, sizes: Sizes):
         super().__init__()
-        self.head_size = sizes.hidden // sizes.heads
-        self.c_attn = nn.Linear(sizes.hidden, 3 * sizes.hidden)
-        self.c_proj = nn.Linear(sizes.hidden, sizes.hidden)
+        self.head_size = sizes.d_model // sizes.nhead
+        self.c_attn = nn.Linear(sizes.d_model, 3 * sizes.d_model)
+        self.c_proj = nn.Linear(sizes.d_model, sizes.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, D)."""
@@ -47,8 +47,8 @@ class MLP(nn.Module):
 
     def __init__(self, sizes: Sizes):
         super().__init__()
-        self.c_fc = nn.Linear(sizes.hidden, 4 * sizes.hidden)
-        self.c_proj = nn.Linear(4 * sizes.hidden, sizes.hidden)
+        self.c_fc = nn.Linear(sizes.d_model, 4 * sizes.d_model)
+        self.c_proj = nn.Linear(4 * sizes.d_model, sizes.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) → (B, T, 4·D) → (B, T, D)."""
@@ -60,9 +60,9 @@ class Block(nn.Module):
 
     def __init__(self, sizes: Sizes):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(sizes.hidden)
+        self.ln_1 = nn.LayerNorm(sizes.d_model)
         self.attn = CausalSelfAttention(sizes)
-        self.ln_2 = nn.LayerNorm(sizes.hidden)
+        self.ln_2 = nn.LayerNorm(sizes.d_model)
         self.mlp = MLP(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,17 +79,17 @@ class GPT(nn.Module):
 
     def __init__(self, sizes: Sizes, recompute: bool = False, blocks: list[int] | None = None):
         super().__init__()
-        blocks = blocks or list(range(sizes.layers))
+        blocks = blocks or list(range(sizes.num_layers))
         self.recompute = recompute
         self.is_first = blocks[0] == 0
-        self.is_last = blocks[-1] == sizes.layers - 1
+        self.is_last = blocks[-1] == sizes.num_layers - 1
         if self.is_first or self.is_last:  # tied: embedding and output are one matrix
-            self.wte = nn.Embedding(sizes.vocabulary, sizes.hidden)
+            self.wte = nn.Embedding(sizes.vocab_size, sizes.d_model)
         if self.is_first:
-            self.wpe = nn.Embedding(sizes.sequence, sizes.hidden)
+            self.wpe = nn.Embedding(sizes.seq_length, sizes.d_model)
         self.h = nn.ModuleDict({str(number): Block(sizes) for number in blocks})
         if self.is_last:
-            self.ln_f = nn.LayerNorm(sizes.hidden)
+            self.ln_f = nn.LayerNorm(sizes.d_model)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Token ids (B, T), or the previous stage's (B, T, D) → logits, mean loss, or (B, T, D)."""
@@ -124,11 +124,11 @@ class HuggingFaceGPT(nn.Module):
         from transformers import GPT2Config, GPT2LMHeadModel
 
         config = GPT2Config(
-            n_embd=sizes.hidden,
-            n_layer=sizes.layers,
-            n_head=sizes.heads,
-            n_positions=sizes.sequence,
-            vocab_size=sizes.vocabulary,
+            n_embd=sizes.d_model,
+            n_layer=sizes.num_layers,
+            n_head=sizes.nhead,
+            n_positions=sizes.seq_length,
+            vocab_size=sizes.vocab_size,
             resid_pdrop=0,
             embd_pdrop=0,
             attn_pdrop=0,

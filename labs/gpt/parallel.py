@@ -6,7 +6,7 @@
     norm = layout.step(optimizer, clip=1.0, step=1)
 
 On every grid, losses and weights are those of one process that sees the whole batch.
-B sequences, T tokens, D hidden size.
+B sequences, T tokens, D width.
 """
 
 import contextlib
@@ -58,7 +58,8 @@ class Layout:
         row 1   ranks 4 5 6 7   another copy, the second half
     """
 
-    def __init__(self, config, sizes: Sizes, world: World, precision: Precision):
+    def __init__(self, config, sizes: Sizes, world: World, precision: Precision, init=None):
+        """`init`: weights to begin with by name, complete on each rank; None: GPT-2's random."""
         self.config, self.sizes, self.world, self.precision = config, sizes, world, precision
         # Ranks that hold one copy of the model together; `data` copies, of which ours is `row`.
         ranks_per_model = config.pipe * config.tensor
@@ -81,7 +82,10 @@ class Layout:
             self.model.model.tie_weights()  # `to_empty` has untied them
         self.weights = dict(self.model.named_parameters())
         for name, weight in self.weights.items():
-            value = initial_weight(name, weight.shape, sizes.layers, config.seed)
+            if init is None:
+                value = initial_weight(name, weight.shape, sizes.num_layers, config.seed)
+            else:
+                value = init[name]
             set_weight(weight, value)
         if config.compile:
             for block in self.model.h.values():
@@ -179,14 +183,16 @@ class Pipeline(Layout):
     The first stage embeds and the last one has the output: each has a copy of the tied matrix.
     """
 
-    def __init__(self, config, sizes: Sizes, world: World, precision: Precision):
-        self.number = world.rank % config.pipe  # of this rank's stage
-        super().__init__(config, sizes, world, precision)
-        # The shapes that a stage receives and sends.
-        shape = (config.batch_size // self.data // config.accumulate, sizes.sequence)
-        tokens = torch.empty(shape, dtype=torch.long, device="meta")
-        hidden = torch.empty(*shape, sizes.hidden, device="meta", requires_grad=True)
-        logits = torch.empty(*shape, sizes.vocabulary, device="meta", requires_grad=True)
+    def __init__(self, config, sizes: Sizes, world: World, precision: Precision, init=None):
+        self.number = world.rank // config.tensor % config.pipe  # of this rank's stage
+        super().__init__(config, sizes, world, precision, init)
+        # The shapes that a stage receives and sends. Between blocks a tensor-parallel rank has a
+        # part of each sequence.
+        rows, length = config.batch_size // self.data // config.accumulate, sizes.seq_length
+        part = (rows, length // config.tensor, sizes.d_model)
+        tokens = torch.empty(rows, length, dtype=torch.long, device="meta")
+        hidden = torch.empty(part, device="meta", requires_grad=True)
+        logits = torch.empty(rows, length, sizes.vocab_size, device="meta", requires_grad=True)
         if precision.name != "fp32":  # products are in 16 bits; the residual stream is not
             logits = logits.to(precision.dtype)
         self.stage = pipelining.PipelineStage(
@@ -201,26 +207,52 @@ class Pipeline(Layout):
         # 1F1B needs a micro-batch for each stage. With only one micro-batch, one stage works at a
         # time, and 1F1B refuses that.
         kind = pipelining.Schedule1F1B if config.accumulate > 1 else pipelining.ScheduleGPipe
-        self.schedule = kind(self.stage, config.accumulate, loss_fn=mean_loss)
-        # A process group for the first and the last rank of each row; all ranks must take part.
+        self.schedule = kind(self.stage, config.accumulate, loss_fn=self.scaled_loss)
+        # A process group for the first and the last stage of each copy of the model, for each part
+        # of their tied matrix. All ranks must take part in making each group.
         self.ends = None
-        for row in self.mesh.mesh.squeeze(-1).tolist():  # (data, pipe)
-            ends = dist.new_group([row[0], row[-1]])
-            if world.rank in (row[0], row[-1]):
-                self.ends = ends
+        for row in self.mesh.mesh:  # (pipe, tensor)
+            for first, last in zip(row[0].tolist(), row[-1].tolist()):
+                ends = dist.new_group([first, last])
+                if world.rank in (first, last):
+                    self.ends = ends
+        if precision.scaler.is_enabled():
+            # Only the last stage scales a loss. This sets up the scale in all stages, where their
+            # gradients are.
+            weight = next(iter(self.weights.values()))
+            precision.scaler.scale(torch.zeros((), device=weight.device))
 
     def make_model(self) -> GPT:
         """This rank's stage."""
-        stages = torch.arange(self.sizes.layers, device="cpu").tensor_split(self.config.pipe)
+        stages = torch.arange(self.sizes.num_layers, device="cpu").tensor_split(self.config.pipe)
         return GPT(self.sizes, self.config.recompute, blocks=stages[self.number].tolist())
+
+    def scaled_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a micro-batch, scaled up in fp16; (B, T, V) and (B, T)."""
+        return self.precision.scaler.scale(full_tensor(mean_loss(logits, targets)))
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """As in `Layout`; the last stage has the loss."""
         loss = self.run(self.schedule.step, tokens, targets)
         if self.ends is not None:  # two copies of the tied matrix: their gradients are added
-            dist.all_reduce(self.weights["wte.weight"].grad, group=self.ends)
-        self.average_gradients()
+            tied = self.weights["wte.weight"]
+            if isinstance(tied, DTensor):  # the embedding's gradient may be a complete matrix
+                tied.grad = tied.grad.redistribute(placements=tied.placements)
+            dist.all_reduce(local(tied.grad), group=self.ends)
+        if not is_sharded(self.config):
+            self.average_gradients()
+        if self.precision.scaler.is_enabled():
+            self.share_overflow()
         return loss
+
+    def share_overflow(self) -> None:
+        """If a gradient of one stage overflowed, all stages must skip the step.
+
+        Every GradScaler sees only its own stage. 0 × the norm of all gradients is 0, or NaN if one
+        of them is not finite: added to a gradient, it is a sign that every scaler finds.
+        """
+        gradient = local(next(iter(self.weights.values())).grad)
+        gradient += 0 * self.gradient_norm()
 
     @torch.no_grad()
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -238,11 +270,12 @@ class Pipeline(Layout):
         ends = {}
         if self.model.is_last:
             ends = {"target": targets, "losses": []}
-        with self.precision.autocast():
+        with self.precision.autocast(), self.loss_parallel():
             step_or_eval(*inputs, **ends, return_outputs=False)
         if not self.model.is_last:
             return torch.zeros((), device=self.world.device)
-        return torch.stack(ends["losses"]).mean().detach() / self.data
+        loss = torch.stack(ends["losses"]).mean().detach() / self.precision.scaler.get_scale()
+        return loss / (self.data * self.config.tensor)
 
     def gradient_norm(self) -> Tensor:
         """The norm over all stages. The tied matrix counts once, though two ranks have it."""
@@ -250,7 +283,7 @@ class Pipeline(Layout):
         for name, weight in self.weights.items():
             if name != "wte.weight" or self.model.is_first:
                 gradients.append(weight.grad)
-        square = nn.utils.get_total_norm(gradients) ** 2
+        square = full_tensor(nn.utils.get_total_norm(gradients)) ** 2
         dist.all_reduce(square, group=self.mesh["pipe"].get_group())
         return square.sqrt()
 
@@ -261,10 +294,10 @@ def complete_model(config, sizes: Sizes) -> nn.Module:
     return kind(sizes, config.recompute)
 
 
-def make_layout(config, sizes: Sizes, world: World, precision: Precision) -> Layout:
-    """The layout that the flags ask for, on this rank."""
+def make_layout(config, sizes: Sizes, world: World, precision: Precision, init=None) -> Layout:
+    """The layout that the flags ask for, on this rank. For `init` see `Layout`."""
     kind = Pipeline if config.pipe > 1 else Layout
-    return kind(config, sizes, world, precision)
+    return kind(config, sizes, world, precision, init)
 
 
 def parallelize_tensors(model: GPT, mesh) -> None:
@@ -280,12 +313,15 @@ def parallelize_tensors(model: GPT, mesh) -> None:
         "wpe": RowwiseParallel(output_layouts=Shard(0), **into_rows),
         "ln_f": SequenceParallel(),
     }
-    parallelize_module(model, mesh, model_plan)
-    # The output multiplies by the weight of `wte`, a DTensor; so its other factor must be one.
-    whole_sequence = PrepareModuleOutput(
-        output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
-    )
-    parallelize_module(model.ln_f, mesh, whole_sequence)
+    # A stage of a pipeline has some of them only.
+    has = {name for name, _ in model.named_children()}
+    parallelize_module(model, mesh, {name: model_plan[name] for name in model_plan if name in has})
+    if model.is_last:
+        # The output multiplies by the weight of `wte`, a DTensor; so its other factor must be one.
+        whole_sequence = PrepareModuleOutput(
+            output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False
+        )
+        parallelize_module(model.ln_f, mesh, whole_sequence)
     gather = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     block_plan = {
         "ln_1": SequenceParallel(),
@@ -328,7 +364,10 @@ def make_optimizer(layout: Layout) -> torch.optim.Optimizer:
     ]
     settings = dict(lr=config.lr, betas=(0.9, 0.95), fused=True)
     if config.data_parallel == "zero1" and layout.data > 1:
-        return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **settings)
+        copies = layout.mesh["data"].get_group()  # the ranks that have the same weights
+        return ZeroRedundancyOptimizer(
+            groups, optimizer_class=torch.optim.AdamW, process_group=copies, **settings
+        )
     return torch.optim.AdamW(groups, **settings)
 
 

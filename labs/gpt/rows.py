@@ -21,17 +21,17 @@ from engine.telemetry import Log
 class Table:
     """table.md in a folder of runs/, and table.json with all figures; they grow row by row.
 
-    The folder is named for the table, the size of its models, their precision and the card.
+    The folder is named for the table, the preset of its models, their precision and the card.
     """
 
-    def __init__(self, name: str, size: str, precision: str, head: tuple, about: str):
+    def __init__(self, name: str, preset: str, precision: str, head: tuple, about: str):
         hardware, card = cpu_name(), "cpu"
         if torch.cuda.is_available():
             hardware = torch.cuda.get_device_name()
             card = hardware.replace(" ", "-")
         # A line below the table: what was measured, and with what.
         self.about = f"{about}; {hardware}, torch {torch.__version__}, commit {commit()}"
-        self.folder = Path(f"runs/{name}-{size}-{precision}-{card}")
+        self.folder = Path(f"runs/{name}-{preset}-{precision}-{card}")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.head = head
         self.rows = []
@@ -68,10 +68,14 @@ class Table:
                 return outcome
         return {"failed": f"failed, see {output.name}"}
 
+    def row_folders(self) -> list[Path]:
+        """The folders of the runs so far; of a row that failed it may not exist."""
+        return [self.folder / f"row-{number}" for number in range(len(self.rows))]
+
     def add(self, cells: list, outcome: dict) -> None:
         """Add a row to both files."""
         self.rows.append(cells)
-        self.outcomes.append({**dict(zip(self.head, cells)), **outcome})
+        self.outcomes.append({self.head[0]: cells[0], self.head[1]: cells[1], **outcome})
         text = f"{markdown_table([self.head, *self.rows])}\n\n{self.about}\n"
         (self.folder / "table.md").write_text(text, encoding="utf-8")
         text = json.dumps(self.outcomes, indent=2, ensure_ascii=False) + "\n"

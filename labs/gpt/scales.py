@@ -23,7 +23,7 @@ class Config:
     """Every setting of the table."""
 
     data: str = flag("random", "text file or folder; random ids show no learning", "Scales")
-    size: str = flag(
+    preset: str = flag(
         "", "preset for width and sequence; default: 1.6b, on a CPU mini (mini|124m|1.6b)", "Scales"
     )
     memory_gib: float = flag(
@@ -33,7 +33,7 @@ class Config:
         min=0,
         max=2**12,
     )
-    steps: int = flag(300, "steps of each row", "Scales", min=5)
+    max_steps: int = flag(300, "steps of each row", "Scales", min=5)
     precision: str = flag("auto", "of matrix products (auto|fp32|bf16|fp16)", "Scales")
 
 
@@ -46,22 +46,25 @@ from engine import distributed
 from engine.memory import GIB
 from engine.precision import choose_precision
 from labs.gpt import plan
+from labs.gpt.__main__ import LESS_THAN, resolved, sizes_of
 from labs.gpt.__main__ import Config as TrainConfig
-from labs.gpt.__main__ import resolved, sizes_of
 from labs.gpt.data import read_documents
 from labs.gpt.rows import Table
 
-LESS_THAN = 7.0  # the handout: a final loss below 7 is a successful training
 HEAD = (
     "scale",
     "cards",
-    "hidden",
+    "width",
     "heads",
     "layers",
     "sequence",
+    "vocabulary",
     "parameters",
+    "batch",
+    "learning rate",
+    "steps",
     "memory a card",
-    "time",
+    "minutes",
     "final loss",
     "loss < 7",
 )
@@ -82,31 +85,46 @@ SCALES = [
     # Without micro-batches one card computes while the other waits.
     Scale("2: two cards, naive pipeline", 2, {"pipe": 2, "accumulate": 1}),
     Scale("3: two cards, ZeRO-3 + recomputation", 2, EVERY_TECHNIQUE),
-    Scale("4: the handout's 1.6B model", 4, {**EVERY_TECHNIQUE, "size": "1.6b", "layers": 48}),
+    Scale(
+        "4: the handout's 1.6B model", 4, {**EVERY_TECHNIQUE, "preset": "1.6b", "num_layers": 48}
+    ),
 ]
 
 
-def plan_scale(scale: Scale, config: Config, precision: str) -> tuple[dict, float]:
+def plan_scale(
+    scale: Scale, config: Config, precision: str, device_type: str
+) -> tuple[dict, float]:
     """The settings of a row, its number of layers among them, and the GiB it needs on a card."""
-    settings = {"size": config.size, "data": config.data, "precision": precision}
-    settings |= {"max_steps": config.steps, "keep": 0, **scale.settings}
-    if "pipe" in settings and precision == "fp16":
-        settings["precision"] = "fp32"  # a pipeline has no loss scaler
+    settings = {"preset": config.preset, "data": config.data, "precision": precision}
+    settings |= {"max_steps": config.max_steps, "memory_gib": config.memory_gib, "keep": 0}
+    settings |= scale.settings
     training = resolved(TrainConfig(**settings), scale.cards)
-    if "layers" not in settings:
+    if "num_layers" not in settings:
         sizes = sizes_of(training)
-        deepest = plan.most_layers(training, sizes, scale.cards, config.memory_gib)
-        training.layers = max(deepest, training.pipe)  # planned even if no depth fits
-        settings["layers"] = training.layers
-    need = plan.memory(training, sizes_of(training), scale.cards)
+        deepest = plan.most_layers(training, sizes, scale.cards, config.memory_gib, device_type)
+        training.num_layers = max(deepest, training.pipe)  # planned even if no depth fits
+        settings["num_layers"] = training.num_layers
+    need = plan.memory(training, sizes_of(training), scale.cards, device_type)
     return settings, need.total / GIB
 
 
 def cells_of(scale: Scale, settings: dict, need_gib: float, outcome: dict) -> list:
     """The cells of a row."""
     sizes = sizes_of(TrainConfig(**settings))
-    cells = [scale.name, scale.cards, sizes.hidden, sizes.heads, sizes.layers, sizes.sequence]
-    cells += [f"{outcome.get('parameters', sizes.parameters):,}"]
+    cells = [
+        scale.name,
+        scale.cards,
+        sizes.d_model,
+        sizes.nhead,
+        sizes.num_layers,
+        sizes.seq_length,
+        # A small text may have fewer tokens than the preset's vocabulary.
+        f"{outcome.get('vocab_size', sizes.vocab_size):,}",
+        f"{outcome.get('parameters', sizes.parameters):,}",
+        sizes.batch_size,
+        f"{sizes.lr:g}",
+        settings["max_steps"],
+    ]
     planned = f"{need_gib:.2f} GiB planned"
     if "planned" in outcome:
         return [*cells, planned, "planned", outcome["planned"], "–"]
@@ -115,7 +133,7 @@ def cells_of(scale: Scale, settings: dict, need_gib: float, outcome: dict) -> li
     reached = "yes" if outcome["loss"] < LESS_THAN else "no"
     if outcome["data"] == "random ids":
         reached = "– (random ids)"
-    cells += [f"{max(outcome['peak_gib']):.2f} GiB", f"{outcome['minutes']:.1f} min"]
+    cells += [f"{max(outcome['peak_gib']):.2f} GiB", f"{outcome['minutes']:.1f}"]
     return [*cells, f"{outcome['loss']:.2f}", reached]
 
 
@@ -129,17 +147,17 @@ def main(config: Config) -> None:
         config.memory_gib = 0.25
         if on_gpu:
             config.memory_gib = torch.cuda.mem_get_info()[0] / GIB - 1
-    if not config.size:
-        config.size = "1.6b" if on_gpu else "mini"
+    if not config.preset:
+        config.preset = "1.6b" if on_gpu else "mini"
     if config.data != "random":
         read_documents(Path(config.data).expanduser())  # wrong data fail now, not in every row
-    about = f"{config.steps} steps, {precision}, {config.memory_gib:.2f} GiB per card"
-    table = Table("scales", config.size, precision, HEAD, about)
+    about = f"{config.max_steps} steps, {precision}, {config.memory_gib:.2f} GiB per card"
+    table = Table("scales", config.preset, precision, HEAD, about)
     table.log(f"{cards} card(s) of {config.memory_gib:.2f} GiB, {precision}")
     if config.data == "random":
         table.log("data: random ids, not text: no row can show learning; name a text with --data")
     for scale in SCALES:
-        settings, need_gib = plan_scale(scale, config, precision)
+        settings, need_gib = plan_scale(scale, config, precision, device.type)
         if scale.cards > cards:
             outcome = {"planned": f"needs {scale.cards} cards"}
         elif need_gib > config.memory_gib:

@@ -1,7 +1,7 @@
 """Pipeline parallelism: a decoder-only Transformer in stages that run in several processes.
 
-python -m labs.pipeline                                        # one process, one stage
 torchrun --nproc_per_node 2 -m labs.pipeline                   # two stages, on GPUs or on the CPU
+python -m labs.pipeline                                        # one process, one stage
 torchrun --nproc_per_node 4 -m -- labs.pipeline --schedule zbv --stages_per_rank 2
 torchrun --nproc_per_node 2 -m -- labs.pipeline --preset handout    # the handout's settings
 python -m labs.pipeline.mistakes                               # the handout's four mistakes
@@ -17,6 +17,9 @@ from engine.config import fill_in, flag, parse_flags
 from engine.errors import UserError, run_script
 
 HANDOUT = dict(
+    sequences=12,
+    seq_length=9,  # its DATASET_LENGTH is 10: 9 inputs and the last target
+    batch_size=4,
     d_model=12,
     nhead=4,
     dim_feedforward=24,
@@ -34,18 +37,20 @@ HANDOUT = dict(
 class Config:
     """Every setting. `fixed`: --resume cannot change it."""
 
+    # These sizes make a piece of work so long that messages and Python are little beside it.
     sequences: int = flag(
-        12, "number of sequences; sequence n is filled with n", "Data", min=1, fixed=True
+        32, "number of sequences; sequence n is filled with n", "Data", min=1, fixed=True
     )
-    # The handout's DATASET_LENGTH is 10: 9 inputs and the last target.
-    length: int = flag(9, "tokens per sequence", "Data", min=1, fixed=True)
+    seq_length: int = flag(128, "tokens per sequence", "Data", min=1, fixed=True)
 
     preset: str = flag(
         "lab", "handout: its values where no flag is given (lab|handout)", "Model", fixed=True
     )
-    d_model: int = flag(64, "model width", "Model", min=1, fixed=True)
+    d_model: int = flag(256, "model width", "Model", min=1, fixed=True)
     nhead: int = flag(4, "attention heads", "Model", min=1, fixed=True)
-    dim_feedforward: int = flag(256, "width of the feed-forward layers", "Model", min=1, fixed=True)
+    dim_feedforward: int = flag(
+        1024, "width of the feed-forward layers", "Model", min=1, fixed=True
+    )
     num_layers: int = flag(8, "layers, shared among the stages", "Model", min=1, fixed=True)
     post_norm: bool = flag(False, "layer norm after each sub-layer", "Model", fixed=True)
     dropout: float = flag(0.0, "dropout rate", "Model", min=0, below=1, fixed=True)
@@ -60,11 +65,11 @@ class Config:
         "traced", "cut the model by torch's pipeline() or by hand (traced|by_hand)", "Pipeline"
     )
 
-    batch_size: int = flag(4, "sequences per optimizer step", "Training", min=1, fixed=True)
-    epochs: int = flag(30, "passes over the data", "Training", min=1)
+    batch_size: int = flag(8, "sequences per optimizer step", "Training", min=1, fixed=True)
+    epochs: int = flag(5, "passes over the data", "Training", min=1)
     max_steps: int = flag(0, "stop after this many steps; 0: use --epochs", "Training", min=0)
     optimizer: str = flag("adamw", "optimizer (adamw|sgd)", "Training", fixed=True)
-    lr: float = flag(3e-3, "learning rate", "Training", above=0, fixed=True)
+    lr: float = flag(1e-3, "learning rate", "Training", above=0, fixed=True)
 
     run: str = flag("", "name of the run (folder runs/NAME); default: the time", "Run")
     resume: str = flag("", "run folder to continue", "Run")
@@ -131,8 +136,8 @@ import torch
 from engine import checkpoint, distributed
 from engine.layers import save_layers
 from engine.run import INTERRUPTED, Run, saved_settings
-from labs.pipeline.data import batch_of_step, load
-from labs.pipeline.report import report
+from labs.pipeline.data import batches, load
+from labs.pipeline.report import Memory, report
 from labs.pipeline.schedule import bubble_share
 from labs.pipeline.stages import PADDING, LanguageModel, Pipeline
 
@@ -144,21 +149,23 @@ def train(config: Config) -> Path:
     config = saved_settings(config)
     world = distributed.init(config.device)
     config.check(world.size)
-    sequences, vocabulary = load(config)
+    dataset, vocabulary = load(config)
+    memory = Memory(world.device)
     with Run(config, "pipeline", world) as run:
         config, log = run.config, run.log
 
         # -------- model: every rank builds the whole model on the CPU and keeps its own stages
         step = run.saved_state["step"] if run.saved_state else 0  # steps done
         torch.manual_seed(config.seed)
-        model = LanguageModel(vocabulary, config.length, config)
+        model = LanguageModel(vocabulary, config.seq_length, config)
         run.restore(model)
         log(str(model))
         if world.is_main:
             tokens, _ = batch_of_step(sequences, 1, config.batch_size, config.seed)
             save_layers(run.folder, model, tokens[:1])
         log(
-            f"data: {len(sequences):,} sequences of {config.length} tokens, vocabulary {vocabulary}"
+            f"data: {len(dataset):,} sequences of {config.seq_length} tokens, "
+            f"vocabulary {vocabulary}"
         )
         log(
             f"model: {config.num_layers} layers, "
@@ -168,11 +175,13 @@ def train(config: Config) -> Path:
 
         # -------- this rank's stages, and an optimizer for their weights
         pipeline = Pipeline(model, config, world)
+        del model  # its other stages need no memory here
+        memory.resume()
         optimizer = make_optimizer(config, pipeline.parameters.values())
         if run.checkpoint:
             saved = checkpoint.load_tensors(run.checkpoint / "optimizer.pt")
             restore_optimizer(saved, pipeline, optimizer)
-        steps_per_epoch = math.ceil(len(sequences) / config.batch_size)
+        steps_per_epoch = math.ceil(len(dataset) / config.batch_size)
         total_steps = config.max_steps or config.epochs * steps_per_epoch
         log_every = config.log_every or min(steps_per_epoch, 50)
         run.record_start(config)
@@ -181,6 +190,7 @@ def train(config: Config) -> Path:
         recorded, speeds = [], []  # events of all ranks (on rank 0), tokens per second
         first_step = saved_step = step
         loss_sum, target_count = 0.0, 0  # since the last log line
+        batch = batches(dataset, step + 1, config.batch_size, config.seed)
         log_time = time.perf_counter()
         while True:
             # Between two steps: is the run over? A signal to any rank stops all of them.
@@ -189,7 +199,9 @@ def train(config: Config) -> Path:
             save_due = finished or interrupted or step % config.save_every == 0
             if save_due and step > saved_step:
                 save_time = time.perf_counter()
+                memory.pause()
                 save(run, pipeline, optimizer, step)
+                memory.resume()
                 saved_step = step
                 log_time += time.perf_counter() - save_time  # not counted in the speed
             if finished or interrupted:
@@ -200,7 +212,7 @@ def train(config: Config) -> Path:
             # Reading the clock makes a GPU wait, so only steps with a log line are recorded.
             pipeline.recorder.on = log_due
 
-            tokens, target = batch_of_step(sequences, step, config.batch_size, config.seed)
+            tokens, target = next(batch)
             world.set_seed(config.seed, step)  # a resumed run draws the same dropout
             optimizer.zero_grad()
             loss = pipeline.forward_backward(tokens, target)
@@ -235,7 +247,7 @@ def train(config: Config) -> Path:
                 log_time = time.perf_counter()
             pipeline.recorder.take()  # the events of this step are used or dropped
 
-        report(pipeline, run, recorded, speeds, step)
+        report(pipeline, run, recorded, speeds, step, memory.peak_mib())
         run.close("finished" if finished else INTERRUPTED, step)
         return run.folder
 

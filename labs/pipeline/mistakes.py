@@ -6,6 +6,9 @@ python -m labs.pipeline.mistakes                    # on the CPU; no data are ne
 2. `if rank == 0: … else: …` is right for two stages only.
 3. The printed loss is a mean of the micro-batches' means.
 4. The last batch of an epoch may be too short to be cut into micro-batches.
+
+The first two are in the handout's program as it is. The other two cannot occur with its sizes: 12
+equally long sequences are three batches of 4. They appear with texts of other lengths or numbers.
 """
 
 import math
@@ -20,7 +23,7 @@ from engine.errors import run_script
 class Config:
     """How long to train in the first pair."""
 
-    steps: int = flag(600, "training steps of each model in the first pair", "Mistakes", min=1)
+    max_steps: int = flag(600, "training steps of each model in the first pair", "Mistakes", min=1)
 
 
 if __name__ == "__main__":
@@ -35,12 +38,21 @@ import torch.nn.functional as F
 
 from engine.distributed import World
 from labs.pipeline.__main__ import Config as TrainConfig
-from labs.pipeline.data import batch_of_step, load
+from labs.pipeline.data import batches, inputs_and_targets, load
 from labs.pipeline.stages import PADDING, LanguageModel, Pipeline, summed_loss
 
 CPU = torch.device("cpu")
 DIGITS = 10
-SMALL = dict(d_model=32, nhead=2, dim_feedforward=64, num_layers=3, build="by_hand")
+SMALL = dict(
+    sequences=12,
+    seq_length=9,
+    batch_size=4,
+    d_model=32,
+    nhead=2,
+    dim_feedforward=64,
+    num_layers=3,
+    build="by_hand",
+)
 
 
 def loss_on_random_digits(causal: bool, steps: int) -> float:
@@ -68,10 +80,10 @@ def loss_on_random_digits(causal: bool, steps: int) -> float:
 def small_pipeline(world: World) -> tuple[Pipeline, torch.Tensor, torch.Tensor]:
     """A pipeline, and inputs and targets of its first step."""
     config = TrainConfig(**SMALL)
-    sequences, vocabulary = load(config)
+    dataset, vocabulary = load(config)
     torch.manual_seed(config.seed)
-    model = LanguageModel(vocabulary, sequences.shape[1] - 1, config)
-    return Pipeline(model, config, world), *batch_of_step(sequences, 1, config.batch_size, 1)
+    model = LanguageModel(vocabulary, config.seq_length, config)
+    return Pipeline(model, config, world), *next(batches(dataset, 1, config.batch_size, 1))
 
 
 def rank_0_or_else(world: World) -> str:
@@ -134,7 +146,7 @@ def step_with_a_short_batch() -> tuple[str, float]:
         pipeline.schedule.step(sequences[:, :-1])
     except ValueError as refusal:
         error = str(refusal)
-    loss = pipeline.forward_backward(*batch_of_step(sequences, 1, batch_size=4, seed=1))
+    loss = pipeline.forward_backward(*inputs_and_targets(sequences, batch_size=4))
     return error, loss / 9
 
 
@@ -143,13 +155,18 @@ def main(config: Config) -> None:
     print(
         f"1. The mask: loss on random digits, which no honest model gets below {math.log(10):.3f}"
     )
-    print(f"   wrong, no mask:     {loss_on_random_digits(causal=False, steps=config.steps):.3f}")
-    print(f"   right, causal mask: {loss_on_random_digits(causal=True, steps=config.steps):.3f}")
-    print("2. Three stages, `if rank == 0: … else: …`", flush=True)
+    print(
+        f"   wrong, no mask:     {loss_on_random_digits(causal=False, steps=config.max_steps):.3f}"
+    )
+    print(
+        f"   right, causal mask: {loss_on_random_digits(causal=True, steps=config.max_steps):.3f}"
+    )
+    print("2. Three stages, `if rank == 0: … else: …`: what each rank has after a step", flush=True)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the three processes
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, args=(folder,), nprocs=3)
     mean_of_means, mean = losses_of_unequal_parts()
+    print("The next two need other data than the handout's 12 equally long sequences.")
     print("3. The loss of a batch whose micro-batches have 18 and 4 targets")
     print(f"   wrong, mean of means:         {mean_of_means:.4f}")
     print(f"   right, sum over all targets:  {mean:.4f}")

@@ -243,7 +243,7 @@ def gpt() -> None:
     from labs.gpt.parallel import Layout, make_optimizer
     from labs.gpt.sizes import Sizes
 
-    sizes = Sizes(hidden=16, heads=2, layers=2, sequence=8, vocabulary=30)
+    sizes = Sizes(d_model=16, nhead=2, num_layers=2, seq_length=8, vocab_size=30)
     precision = Precision(CUDA, "bf16", "")
     layout = Layout(Config(batch_size=4, accumulate=2, lr=1e-3), sizes, WORLD, precision)
     optimizer = make_optimizer(layout)

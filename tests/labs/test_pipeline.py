@@ -9,8 +9,9 @@ import os
 import sys
 from contextlib import nullcontext
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -24,12 +25,14 @@ from engine.config import checked, fill_in, parse_flags
 from engine.distributed import World, process_grid
 from engine.errors import UserError
 from labs.pipeline import __main__ as lab
-from labs.pipeline import data, mistakes, schedule, stages
+from labs.pipeline import data, mistakes, report, schedule, stages
 
 STEPS = 4
 PAGE = ROOT / "labs/pipeline/README.md"
 CPU = torch.device("cpu")
 SMALL = dict(
+    sequences=12,
+    seq_length=9,
     d_model=16,
     nhead=2,
     dim_feedforward=32,
@@ -47,6 +50,7 @@ TWICE = dict(TOY, batch_size=16, micro_batches=8)
 CASES = {  # name: (ranks, settings); 5, 7 and 9 layers do not divide
     "gpipe-twice-2": (2, TWICE),
     "1f1b-twice-2": (2, dict(TWICE, schedule="1f1b")),
+    "zb-2": (2, dict(TOY, schedule="zb")),
     "traced-zbv-2": (2, {**TOY, **V, "build": "traced", "num_layers": 4, "post_norm": True}),
     "zb-3": (3, dict(TOY, schedule="zb", stages_per_rank=2, num_layers=7)),
     "1f1b-3": (3, dict(ADAM, schedule="1f1b")),
@@ -62,17 +66,17 @@ def begin(config: lab.Config, dtype=torch.float64):
     gradient that is truly 0, such as that of a key's bias.
     """
     torch.set_default_dtype(dtype)
-    sequences, vocabulary = data.load(config)
+    dataset, vocabulary = data.load(config)
     torch.manual_seed(config.seed)
-    return sequences, stages.LanguageModel(vocabulary, config.length, config)
+    return dataset, stages.LanguageModel(vocabulary, config.seq_length, config)
 
 
 def train_alone(config: lab.Config, dtype=torch.float64):
     """One process, the whole batch at once, only autograd: the losses and the final weights."""
-    sequences, model = begin(config, dtype)
+    dataset, model = begin(config, dtype)
     optimizer, losses = lab.make_optimizer(config, model.parameters()), []
-    for step in range(1, STEPS + 1):
-        tokens, target = data.batch_of_step(sequences, step, config.batch_size, config.seed)
+    batches = data.batches(dataset, 1, config.batch_size, config.seed)
+    for tokens, target in islice(batches, STEPS):
         real = (target >= 0).any(1)  # without the rows that fill up a short batch
         logits = model(tokens[real]).flatten(0, 1)
         loss = F.cross_entropy(logits, target[real].flatten(), ignore_index=-1)
@@ -88,11 +92,11 @@ def train_alone(config: lab.Config, dtype=torch.float64):
 
 def run_case(config: lab.Config, world: World) -> dict:
     """The same in a pipeline: losses of all ranks, weights, and events of the last step."""
-    sequences, model = begin(config)
+    dataset, model = begin(config)
     pipeline = stages.Pipeline(model, config, world)
     optimizer, losses = lab.make_optimizer(config, pipeline.parameters.values()), []
-    for step in range(1, STEPS + 1):
-        tokens, target = data.batch_of_step(sequences, step, config.batch_size, config.seed)
+    batches = data.batches(dataset, 1, config.batch_size, config.seed)
+    for tokens, target in islice(batches, STEPS):
         optimizer.zero_grad()
         pipeline.recorder.take()
         loss = pipeline.forward_backward(tokens, target)
@@ -223,10 +227,19 @@ def test_a_new_schedule_has_no_conditions_and_no_formula():
 
 
 @pytest.mark.parametrize(
-    "name, held", [("gpipe-twice-2", [8, 8]), ("1f1b-twice-2", [2, 1]), ("1f1b-3", [3, 2, 1])]
+    "name, held",
+    [
+        ("gpipe-twice-2", [8, 8]),
+        ("1f1b-twice-2", [2, 1]),
+        ("1f1b-3", [3, 2, 1]),
+        ("zb-2", [2, 2]),
+    ],
 )
 def test_activations_held_by_the_schedules(ran, name, held):
-    """GPipe holds all micro-batches, 1F1B as many as there are stages from a rank on."""
+    """GPipe holds all micro-batches, 1F1B as many as there are stages from a rank on.
+
+    ZB-H1 holds as many as there are ranks, on every rank.
+    """
     events = ran[name]["events"]
     assert [schedule.most_held(events, rank) for rank in range(len(held))] == held
 
@@ -250,8 +263,8 @@ def test_a_run_leaves_picture_curves_and_memory(ran, report_of):
     folder = ran["folder"] / "runs" / "at-once"
     assert (folder / "schedule.png").stat().st_size > 5000
     log = (folder / "train.log").read_text()
-    assert "in theory 20.0%" in log and "rank 1 (stage 1)" in log
-    assert "activations of at most 2 forward passes" in log
+    assert "MiB" in log and "in theory 20.0%" in log and "rank 1 (stage 1)" in log
+    assert "activations of at most 2 forward passes of a stage at a time, peak memory" in log
     assert "pipeline/bubble_share" in (folder / "metrics.jsonl").read_text()
     page = report_of(folder)
     assert " Training</h2>" in page and "<code>Linear</code>" in page
@@ -362,13 +375,77 @@ def test_unequal_micro_batches_and_short_batches():
 
 
 def test_an_epoch_shows_every_sequence_once():
-    sequences = torch.arange(1, 14).unsqueeze(1).expand(-1, 4)
+    dataset = data.NLPDataset(13, 4)
+    assert len(dataset) == 13 and dataset[5].tolist() == [5, 5, 5, 5]
+    batches = list(islice(data.batches(dataset, 1, 8, seed=3), 6))
     epochs = []
-    for steps in ((1, 2), (3, 4)):
-        rows = [data.batch_of_step(sequences, step, 8, seed=3)[1][:, 0] for step in steps]
-        epochs.append(torch.cat(rows).tolist())
-        assert sorted(epochs[-1]) == [-1, -1, -1, *range(1, 14)]
+    for steps in (batches[:2], batches[2:4], batches[4:]):
+        epochs.append(torch.cat([target[:, 0] for _, target in steps]).tolist())
+        assert sorted(epochs[-1]) == [-1, -1, -1, *range(13)]
     assert epochs[0] != epochs[1]
+    # From any step on, they are those of a run at once.
+    for done in (1, 2, 3):
+        rest = islice(data.batches(dataset, done + 1, 8, seed=3), 6 - done)
+        for (tokens, target), (expected_tokens, expected_target) in zip(rest, batches[done:]):
+            assert torch.equal(tokens, expected_tokens)
+            assert torch.equal(target, expected_target)
+
+
+# ---- what the log says ---------------------------------------------------------------------------
+
+
+def events_with_bubble(idle: float, kinds=("F", "B")) -> list[schedule.Event]:
+    """One rank that works for a second, waits for `idle` seconds, and works again."""
+    first, second = kinds
+    return [
+        schedule.Event(0, first, 0, 0, 0.0, 1.0),
+        schedule.Event(0, second, 0, 0, 1 + idle, 2 + idle),
+    ]
+
+
+def test_activations_are_held_until_the_weights_have_their_gradients():
+    kinds = [("F", 0), ("I", 0), ("F", 1), ("I", 1), ("W", 0), ("F", 2), ("B", 2), ("W", 1)]
+    events = [schedule.Event(0, kind, 0, part, n, n + 1) for n, (kind, part) in enumerate(kinds)]
+    assert schedule.most_held(events, rank=0) == 2
+    assert schedule.most_held(events[:4], rank=0) == 2
+    assert schedule.most_held(events, rank=1) == 0
+
+
+def test_the_measured_bubble_is_the_median(tmp_path):
+    # 2 s of work and idle for 0.5, 2 and 8: bubbles of 20 %, 50 % and 80 %.
+    recorded = [events_with_bubble(idle) for idle in (8.0, 0.5, 2.0)]
+    lines = []
+    run = Mock(config=lab.Config(**SMALL), folder=tmp_path, log=lines.append)
+    run.world = Mock(size=1, gather=lambda value: [value])
+    pipeline = Mock(parameters={"w": torch.zeros(3)})
+    report.report(pipeline, run, recorded, [10.0, 30.0, 20.0], step=3, peak_mib=12.3)
+    assert "bubble: measured 50.0%, the median of 3 steps" in lines[0]
+    assert "speed: 20 tokens/s" in lines[1]
+    assert "forward passes of a stage at a time, peak memory 12 MiB" in lines[2]
+    (_, results), _ = run.telemetry.hyperparameters.call_args
+    assert results == {"result/bubble_share": pytest.approx(0.5)}
+    (_, _, figure), _ = run.telemetry.figure.call_args
+    upper, lower = (axes.get_title(loc="left") for axes in figure.axes)
+    assert upper.endswith("Ideal: bubble 0.0%") and lower == "Measured: bubble 50.0%"
+
+
+def test_memory_is_counted_from_the_stage_on(monkeypatch):
+    held = {"VmRSS": 1.0, "VmHWM": 3.0}
+    forgotten = Mock(side_effect=lambda: held.update(VmHWM=1.5))
+    monkeypatch.setattr(report.memory, "held_gib", held.get)
+    monkeypatch.setattr(report, "peak_memory_gib", lambda _: held["VmHWM"])
+    monkeypatch.setattr(report.memory, "forget_peak", forgotten)
+    memory = report.Memory(CPU)
+    held["VmHWM"] = 9.0  # the complete model
+    memory.resume()
+    held["VmHWM"] = 2.0
+    assert memory.peak_mib() == 1024
+    memory.pause()
+    held["VmHWM"] = 9.0  # a checkpoint
+    memory.resume()
+    assert memory.peak_mib() == 1024
+    held["VmHWM"] = 3.0
+    assert memory.peak_mib() == 2048
 
 
 # ---- bad input -----------------------------------------------------------------------------------

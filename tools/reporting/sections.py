@@ -316,7 +316,7 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
 
 def caption_of_bleu(runs: list[RunFiles]) -> Words:
     """The curve is not the score: it is smoothed, and of a part of the rows."""
-    counted = [run.logged(rf"smoothed, ({NUMBER}) of {NUMBER} rows") for run in runs]
+    counted = [run.logged(rf"({NUMBER}) of {NUMBER} rows, evenly spaced") for run in runs]
     rows = " / ".join(dict.fromkeys(fact.text for fact in counted if fact)) or "…"
     return (
         f"validation BLEU of {rows} rows, smoothed; the score under Results is another one: of all "
