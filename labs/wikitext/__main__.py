@@ -4,7 +4,7 @@ python -m labs.wikitext                                   # /opt/wikitext-2, els
 python -m labs.wikitext --preset handout --glove glove.6B.50d.txt  # lower case, dynamic sampling
 python -m labs.wikitext --data novel.txt --glove glove.6B.50d.txt  # any text; GloVe embeddings
 python -m labs.wikitext --sampling dynamic                # hard segments more often
-python -m labs.wikitext --resume runs/NAME --generate "The ship"   # continue; continue a text
+python -m labs.wikitext --resume runs/NAME --prompt "The ship"   # continue; continue a text
 python -m labs.wikitext.trigram --run runs/NAME           # the baseline: Kneser–Ney trigrams
 torchrun --nproc_per_node 2 -m -- labs.wikitext           # data parallel (DDP): the same batches
 tensorboard --logdir runs                                 # curves, samples, confusion table
@@ -37,7 +37,8 @@ from labs.wikitext.sampler import SegmentSampler, gather_segments
 from labs.wikitext.text import Text, find_data, prepare
 
 # The handout's settings; a flag on the command line overrides them. The segments are drawn anew
-# every 10 epochs: 1 to 10 are static, 11 to 20 and 21 to 30 dynamic, 31 to 40 static again.
+# every 10 epochs: 1 to 10 are static, 11 to 30 dynamic where the model overfits, 31 to 40 static
+# again.
 HANDOUT = {
     "lowercase": True,
     "dim_feedforward": 2048,
@@ -66,9 +67,11 @@ class Config:
         "0.8,0.1,0.1", "train, validation, test: how a missing split is cut", "Data", fixed=True
     )
     lowercase: bool = flag(False, "read the text in lower case, as GloVe 6B is", "Data", fixed=True)
-    vocab: int = flag(0, "the most frequent N words; 0: by --min_count", "Data", min=0, fixed=True)
+    vocab_size: int = flag(
+        0, "the most frequent N words; 0: by --min_count", "Data", min=0, fixed=True
+    )
     min_count: int = flag(3, "rarer words are <unk>, as in WikiText", "Data", min=1, fixed=True)
-    segment: int = flag(64, "tokens per segment, the longest context", "Data", min=2, fixed=True)
+    seq_length: int = flag(64, "tokens per segment, the longest context", "Data", min=2, fixed=True)
     pad: str = flag("right", "side on which a short segment is padded (left|right)", "Data")
 
     d_model: int = flag(128, "model width", "Model", min=1, fixed=True)
@@ -76,7 +79,7 @@ class Config:
         0, "embedding width; 0: that of GloVe, else d_model", "Model", min=0, fixed=True
     )
     nhead: int = flag(4, "attention heads", "Model", min=1, fixed=True)
-    layers: int = flag(2, "encoder layers", "Model", min=1, fixed=True)
+    num_layers: int = flag(2, "encoder layers", "Model", min=1, fixed=True)
     dim_feedforward: int = flag(512, "width of the feed-forward layers", "Model", min=1, fixed=True)
     dropout: float = flag(0.3, "dropout rate", "Model", min=0, below=1, fixed=True)
     positions: str = flag(
@@ -95,7 +98,7 @@ class Config:
         below=1,
         fixed=True,
     )
-    batch: int = flag(
+    batch_size: int = flag(
         32, "segments per step, of all processes together", "Training", min=1, fixed=True
     )
     lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10, fixed=True)
@@ -121,7 +124,7 @@ class Config:
 
     run: str = flag("", "name of the run (runs/NAME); default: the time", "Run")
     resume: str = flag("", "run to continue", "Run")
-    generate: str = flag("", "text that the samples continue, besides the validation text", "Run")
+    prompt: str = flag("", "text that the samples continue, besides the validation text", "Run")
     log_every: int = flag(20, "steps between log lines", "Run", min=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
@@ -132,8 +135,8 @@ class Config:
             raise UserError(
                 f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}"
             )
-        if 0 < self.vocab < 3:
-            raise UserError(f"--vocab {self.vocab}: a vocabulary needs at least 3 words")
+        if 0 < self.vocab_size < 3:
+            raise UserError(f"--vocab_size {self.vocab_size}: a vocabulary needs at least 3 words")
         self.split_ratios()
 
     def split_ratios(self) -> tuple[float, ...]:
@@ -193,7 +196,7 @@ def train(config: Config) -> Path:
         # The betas of Vaswani et al. 2017.
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True)
         sampler = SegmentSampler(len(text.ids["train"]), config, device)
-        steps_per_epoch = math.ceil(len(sampler.lengths) / config.batch)
+        steps_per_epoch = math.ceil(len(sampler.lengths) / config.batch_size)
         total_steps = config.epochs * steps_per_epoch
         embedding_steps = round(config.embedding_share * total_steps)
         warmup = schedule.warmup_steps(config.warmup, total_steps)
@@ -212,7 +215,7 @@ def train(config: Config) -> Path:
             log(line)
         log(
             f"model: {sum(weight.numel() for weight in model.parameters()):,} parameters, "
-            f"{flops_per_token(model, config.segment):,} FLOPs a training token; "
+            f"{flops_per_token(model, config.seq_length):,} FLOPs a training token; "
             f"{len(sampler.lengths):,} segments, {total_steps:,} steps in {config.epochs} epochs"
         )
 
@@ -228,21 +231,21 @@ def train(config: Config) -> Path:
             epoch_over = state.step > state.last_validation and step_of_epoch == 0
             improved = False
             if epoch_over and not interrupted:
-                sampler.end_epoch(world, epoch - 1)
                 scores = evaluate(model, text.ids["validation"], vocabulary, world)
+                sampler.end_epoch(world, epoch - 1, scores["loss"])
                 improved = state.best_loss is None or scores["loss"] < state.best_loss
                 state.last_validation = state.step
                 if improved:
                     state.best_loss = scores["loss"]
                 curves = {f"valid/{name}": scores[name] for name in SCORES}
-                run.scalars(state.step, curves | sampler.figures(epoch))
+                run.scalars(state.step, curves | sampler.figures())
                 log(
                     f"epoch {epoch} of {config.epochs}: validation loss {scores['loss']:.4f}, "
                     f"perplexity {scores['perplexity']:.2f}, accuracy {scores['accuracy']:.1%}"
                     f"{', the best so far' if improved else ''}"
                 )
                 if world.is_main:
-                    continued = samples(model, text, config.generate, config.seed)
+                    continued = samples(model, text, config.prompt, config.seed)
                     run.telemetry.text("samples", state.step, "\n\n".join(continued))
             if epoch_over or interrupted:
                 saved = asdict(state) | {"sampler": sampler.state_dict(world)}
@@ -267,7 +270,7 @@ def train(config: Config) -> Path:
 
             # The batch: segments of the text, (B,), of which this rank takes every `size`th.
             if step_of_epoch == 0 or segments_of_epoch is None:
-                segments_of_epoch = sampler.plan(epoch).split(config.batch)
+                segments_of_epoch = sampler.plan(epoch).split(config.batch_size)
             segments = segments_of_epoch[step_of_epoch]
             tokens_in_step = sampler.lengths[segments].sum().item()  # of all ranks
             local = segments[world.rank :: world.size]
@@ -275,7 +278,7 @@ def train(config: Config) -> Path:
             spans = sampler.spans(local if len(local) else segments[:1])
             # The batch stays on the CPU; the model sends what it needs to the GPU.
             tokens, targets, attention_mask = gather_segments(
-                text.ids["train"], spans, vocabulary.eos, config.segment, config.pad
+                text.ids["train"], spans, vocabulary.eos, config.seq_length, config.pad
             )
             counted = attention_mask & (len(local) > 0)
 
@@ -325,7 +328,7 @@ def train(config: Config) -> Path:
             scores = evaluate(model, text.ids["test"], vocabulary, world)
             if world.is_main:
                 write_result(run, state.step, text, scores)
-                for line in samples(model, text, config.generate, config.seed):
+                for line in samples(model, text, config.prompt, config.seed):
                     log("sample: " + line.replace("\n", " / "))
             run.close("finished", state.step)
         return run.folder
@@ -349,13 +352,13 @@ def read_text(config: Config, is_new: bool) -> tuple[Text, Tensor | None, Config
     """
     config.data = find_data(config.data)
     text = prepare(
-        config.data, config.split_ratios(), config.vocab, config.min_count, config.lowercase
+        config.data, config.split_ratios(), config.vocab_size, config.min_count, config.lowercase
     )
     for split, ids in text.ids.items():
-        if len(ids) < config.segment:
+        if len(ids) < config.seq_length:
             raise UserError(
-                f"the {split} text has {len(ids)} tokens, less than one --segment "
-                f"({config.segment}); give more text"
+                f"the {split} text has {len(ids)} tokens, less than one --seq_length "
+                f"({config.seq_length}); give more text"
             )
     vectors = None
     if config.glove and is_new:

@@ -1,6 +1,6 @@
 """Text for the language model: files → splits → words → vocabulary → token ids.
 
-text = prepare("/opt/wikitext-2", ratios=(0.8, 0.1, 0.1), vocab=0, min_count=3)
+text = prepare("/opt/wikitext-2", ratios=(0.8, 0.1, 0.1), vocab_size=0, min_count=3)
 text.ids["train"]            # (T,) int64; every line ends with <eos>
 
 WikiText's own form is the default: words stand between spaces, rare ones are `<unk>`, an article
@@ -95,17 +95,17 @@ class Text:
 
 
 def prepare(
-    path: str, ratios: tuple[float, ...], vocab: int, min_count: int, lowercase: bool = False
+    path: str, ratios: tuple[float, ...], vocab_size: int, min_count: int, lowercase: bool = False
 ) -> Text:
     """Read, split and tokenise.
 
-    `path` "": the sample. `vocab` 0: the words seen at least `min_count` times.
+    `path` "": the sample. `vocab_size` 0: the words seen at least `min_count` times.
     """
     notes = []
     splits = read_splits(path, ratios, notes)
     marks = has_marks_on_words(splits["train"], notes)
     words = [cut_words(line, marks, lowercase) for line in splits["train"]]
-    vocabulary = Vocabulary(choose_words(words, vocab, min_count), marks, lowercase)
+    vocabulary = Vocabulary(choose_words(words, vocab_size, min_count), marks, lowercase)
     ids = {}
     for split, lines in splits.items():
         rows = [[*vocabulary.encode(line), vocabulary.eos] for line in lines]

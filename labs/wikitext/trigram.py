@@ -113,7 +113,7 @@ def main(config: Config) -> None:
     text = prepare(
         find_data(settings.data),
         settings.split_ratios(),
-        settings.vocab,
+        settings.vocab_size,
         settings.min_count,
         settings.lowercase,
     )
