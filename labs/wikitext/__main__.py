@@ -4,8 +4,9 @@ python -m labs.wikitext                                   # /opt/wikitext-2, els
 python -m labs.wikitext --preset handout --glove glove.6B.50d.txt  # lower case, dynamic sampling
 python -m labs.wikitext --data novel.txt --glove glove.6B.50d.txt  # any text; GloVe embeddings
 python -m labs.wikitext --sampling dynamic                # hard segments more often
-python -m labs.wikitext --resume runs/NAME --prompt "The ship"   # continue; continue a text
-python -m labs.wikitext.trigram --run runs/NAME           # the baseline: Kneser–Ney trigrams
+python -m labs.wikitext --resume NAME --prompt "The ship"  # continue training; continue a text
+python -m labs.wikitext --init NAME --data novel.txt      # fine-tune a trained model on other text
+python -m labs.wikitext.trigram NAME                      # the baseline: Kneser–Ney trigrams
 torchrun --nproc_per_node 2 -m -- labs.wikitext           # data parallel (DDP): the same batches
 tensorboard --logdir runs                                 # curves, samples, confusion table
 
@@ -25,16 +26,16 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint
-from engine.config import fill_in, flag, parse_flags
+from engine.config import fill_in, flag, given_names, load_config, parse_flags
 from engine.errors import UserError, run_script
 from engine.meters import perplexity
 from engine.precision import choose_precision
-from engine.run import INTERRUPTED, Run, saved_settings
+from engine.run import INTERRUPTED, Run, find_run, load_weights_into, saved_settings
 from labs.wikitext.evaluation import SCORES, evaluate, samples, write_result
 from labs.wikitext.glove import load_glove
-from labs.wikitext.model import LanguageModel, SmoothedLoss, flops_per_token
+from labs.wikitext.model import LanguageModel, SmoothedLoss, flops_per_token, unigram_entropy
 from labs.wikitext.sampler import SegmentSampler, gather_segments
-from labs.wikitext.text import Text, find_data, prepare
+from labs.wikitext.text import Text, find_data, prepare, run_of
 
 # The handout's settings; a flag on the command line overrides them. The segments are drawn anew
 # every 10 epochs: 1 to 10 are static, 11 to 30 dynamic where the model overfits, 31 to 40 static
@@ -49,6 +50,17 @@ HANDOUT = {
     "resample_every": 10,
     "epochs": 40,
 }
+# With --init, these are the settings of the run that the weights are from.
+INHERITED = (
+    "lowercase",
+    "seq_length",
+    "d_model",
+    "d_embedding",
+    "nhead",
+    "num_layers",
+    "dim_feedforward",
+    "positions",
+)
 
 
 @dataclass
@@ -89,6 +101,12 @@ class Config:
         "", "text file of vectors with which the embedding begins", "Model", fixed=True
     )
 
+    init: str = flag(
+        "",
+        "begin with the weights, vocabulary and sizes of this run, checkpoint or weights file",
+        "Training",
+        fixed=True,
+    )
     epochs: int = flag(12, "passes over the text", "Training", min=1, fixed=True)
     embedding_share: float = flag(
         0.125,
@@ -172,9 +190,7 @@ def train(config: Config) -> Path:
         log = run.log
 
         # -------- text: rank 0 reads it for all, and sets the settings that depend on it
-        text, vectors, config = world.on_main(
-            lambda: read_text(run.config, is_new=run.saved_state is None)
-        )
+        text, vectors, config = world.on_main(lambda: read_text(run.config))
         vocabulary = text.vocabulary
         if run.saved_state:
             text.check(run.folder, run.saved_state["data_key"])
@@ -185,6 +201,9 @@ def train(config: Config) -> Path:
         model.start_from_counts(text.ids["train"])
         if vectors is not None:
             model.embedding.weight.data.copy_(vectors)
+        if config.init:
+            weights = checkpoint.load_weights(Path(config.init))
+            load_weights_into(model, weights, Path(config.init))
         model.to(device)
         precision = choose_precision(device, config.precision, training=True, world=world)
         matrices = [weight for weight in model.parameters() if weight.dim() > 1]
@@ -208,11 +227,15 @@ def train(config: Config) -> Path:
             state = State(**saved)
 
         # -------- the folder becomes a run
-        run.record_start(config, precision)
         if world.is_main:
-            vocabulary.save(run.folder)
+            vocabulary.save(run.folder)  # before the settings: a run always has its vocabulary
+        run.begin(precision)
         for line in (*text.notes, precision.describe(), str(model)):
             log(line)
+        log(
+            f"the loss of a guess: {math.log(len(vocabulary.tokens)):.3f} if all words are equally "
+            f"likely, {unigram_entropy(text.ids['train']):.3f} by their frequency"
+        )
         log(
             f"model: {sum(weight.numel() for weight in model.parameters()):,} parameters, "
             f"{flops_per_token(model, config.seq_length):,} FLOPs a training token; "
@@ -247,6 +270,7 @@ def train(config: Config) -> Path:
                 if world.is_main:
                     continued = samples(model, text, config.prompt, config.seed)
                     run.telemetry.text("samples", state.step, "\n\n".join(continued))
+                    log(f"sample: {continued[0]}".replace("\n", "/"))
             if epoch_over or interrupted:
                 saved = asdict(state) | {"sampler": sampler.state_dict(world)}
                 run.save(state.step, model, optimizer, saved, precision, improved)
@@ -275,7 +299,8 @@ def train(config: Config) -> Path:
             tokens_in_step = sampler.lengths[segments].sum().item()  # of all ranks
             local = segments[world.rank :: world.size]
             # DDP wants a forward pass of a rank without a segment, too; nothing of it counts.
-            spans = sampler.spans(local if len(local) else segments[:1])
+            visited = local if len(local) else segments[:1]
+            spans = sampler.spans(visited)
             # The batch stays on the CPU; the model sends what it needs to the GPU.
             tokens, targets, attention_mask = gather_segments(
                 text.ids["train"], spans, vocabulary.eos, config.seq_length, config.pad
@@ -291,7 +316,7 @@ def train(config: Config) -> Path:
             gradient_norm = precision.step(optimizer, trained, config.clip, step)
             state.step = step
 
-            sampler.record(local, losses, counted)
+            sampler.record(visited, losses, counted)
             token_count += tokens_in_step
 
             if step % config.log_every == 0 or step == total_steps:
@@ -327,9 +352,9 @@ def train(config: Config) -> Path:
             model.load_state_dict(weights)
             scores = evaluate(model, text.ids["test"], vocabulary, world)
             if world.is_main:
-                write_result(run, state.step, text, scores)
+                write_result(run, state.step, model, text, scores)
                 for line in samples(model, text, config.prompt, config.seed):
-                    log("sample: " + line.replace("\n", " / "))
+                    log(f"sample: {line}".replace("\n", "/"))
             run.close("finished", state.step)
         return run.folder
 
@@ -338,21 +363,51 @@ def apply_preset(config: Config) -> None:
     """--preset handout: its settings, except for those that flags set. It needs GloVe vectors."""
     if config.preset == "handout":
         fill_in(config, HANDOUT)
-        if not config.glove:
+        if not config.glove and not config.init:
             raise UserError(
                 "--preset handout begins with GloVe vectors; unpack "
                 "https://nlp.stanford.edu/data/glove.6B.zip and give --glove glove.6B.50d.txt"
             )
 
 
-def read_text(config: Config, is_new: bool) -> tuple[Text, Tensor | None, Config]:
+def start_from(config: Config) -> None:
+    """--init: the sizes of the model that the run begins with, and where its weights are."""
+    chosen = checkpoint.resolve(find_run(config.init)).absolute()
+    source = load_config(Config, run_of(chosen) / "config.json")
+    given = given_names(config)
+    for name in INHERITED:
+        asked, value = getattr(config, name), getattr(source, name)
+        if name in given and asked != value:
+            raise UserError(
+                f"--init {config.init}: its --{name} is {value!r}, so it cannot be {asked!r}; "
+                "leave the flag out"
+            )
+        setattr(config, name, value)
+    useless = given & {"glove", "vocab_size", "min_count"}
+    if useless:
+        raise UserError(
+            f"--init {config.init} brings its vocabulary and embedding, so --{min(useless)} has no "
+            "effect; leave the flag out"
+        )
+    config.init = str(chosen)
+
+
+def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
     """The text, the GloVe vectors of its vocabulary, and the settings that depend on both.
 
-    A resumed run has its embedding in the checkpoint and reads no vectors.
+    A resumed run has its vocabulary and its embedding already.
     """
     config.data = find_data(config.data)
+    of_run = Path(config.resume) if config.resume else None
+    if config.init and not of_run:
+        of_run = run_of(Path(config.init))
     text = prepare(
-        config.data, config.split_ratios(), config.vocab_size, config.min_count, config.lowercase
+        config.data,
+        config.split_ratios(),
+        config.vocab_size,
+        config.min_count,
+        config.lowercase,
+        of_run,
     )
     for split, ids in text.ids.items():
         if len(ids) < config.seq_length:
@@ -361,7 +416,7 @@ def read_text(config: Config, is_new: bool) -> tuple[Text, Tensor | None, Config
                 f"({config.seq_length}); give more text"
             )
     vectors = None
-    if config.glove and is_new:
+    if config.glove and not of_run:
         config.glove = str(Path(config.glove).expanduser().resolve())
         vectors, known = load_glove(Path(config.glove), text.vocabulary.tokens)
         width = vectors.shape[1]
@@ -394,9 +449,11 @@ def start_stage(
 
 
 def main(config: Config) -> Path:
-    """Train, with the preset's settings; a resumed run has them already."""
+    """Train, with the settings of the preset and of --init; a resumed run has them already."""
     if not config.resume:
         apply_preset(config)
+        if config.init:
+            start_from(config)
     return train(config)
 
 

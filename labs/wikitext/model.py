@@ -127,6 +127,13 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True)
 
 
+def unigram_entropy(ids: Tensor) -> float:
+    """Nats per token of a text (T,) for a model that knows only how frequent each word is in it."""
+    counts = ids.bincount().double()
+    shares = counts[counts > 0] / len(ids)
+    return -(shares * shares.log()).sum().item()
+
+
 def flops_per_token(model: LanguageModel, length: int) -> int:
     """FLOPs of matrix products per training token; the backward pass costs twice the forward pass.
 
