@@ -201,7 +201,7 @@ def train(config: Config) -> Path:
         model.start_from_counts(text.ids["train"])
         if vectors is not None:
             model.embedding.weight.data.copy_(vectors)
-        if config.init:
+        if config.init and run.saved_state is None:
             weights = checkpoint.load_weights(Path(config.init))
             load_weights_into(model, weights, Path(config.init))
         model.to(device)

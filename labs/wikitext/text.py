@@ -108,7 +108,7 @@ def prepare(
     `path` "": the sample. The vocabulary is that of `run`; without one, the `vocab_size` most
     frequent words, or with `vocab_size` 0 those seen at least `min_count` times.
     """
-    notes = []
+    notes: list[str] = []
     splits = read_splits(path, ratios, notes)
     marks = has_marks_on_words(splits["train"], notes)
     if run:
@@ -190,7 +190,7 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         raise UserError(
             f"--data {path}: no such file or folder; give a text file, or a folder of them"
         )
-    files_of = {}
+    files_of: dict[str, list[Path]] = {}
     for file in sorted(path.iterdir()):
         is_text = file.suffix in SUFFIXES and file.stem.lower() not in NOT_TEXT
         if file.is_file() and is_text and not file.name.startswith("."):

@@ -97,7 +97,9 @@ def read_scores(run: Path) -> tuple[int, float]:
     """The checksum of the text that a run was tested on, and its test perplexity."""
     file = run / "eval/test.json"
     if not file.exists():
-        raise UserError(f"{run}: no eval/test.json there; name a run of labs.wikitext that has ended")
+        raise UserError(
+            f"{run}: no eval/test.json there; name a run of labs.wikitext that has ended"
+        )
     try:
         scores = json.loads(file.read_text(encoding="utf-8"))
         return scores["data_key"], scores["perplexity"]
