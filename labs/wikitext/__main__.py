@@ -270,7 +270,7 @@ def train(config: Config) -> Path:
                 if world.is_main:
                     continued = samples(model, text, config.prompt, config.seed)
                     run.telemetry.text("samples", state.step, "\n\n".join(continued))
-                    log(f"sample: {continued[0]}".replace("\n", "/"))
+                    log(f"sample: {continued[-1]}".replace("\n", "/"))
             if epoch_over or interrupted:
                 saved = asdict(state) | {"sampler": sampler.state_dict(world)}
                 run.save(state.step, model, optimizer, saved, precision, improved)

@@ -139,7 +139,7 @@ def generate(
 
 
 def samples(model: LanguageModel, text: Text, prompt: str, seed: int) -> list[str]:
-    """Three beginnings from the validation text, and the user's, with the model's continuations.
+    """Three beginnings from the validation text, then the user's, with the model's continuations.
 
     A continuation ends with <eos>, which the model predicted, or is cut after SAMPLE_LENGTH tokens.
     """
@@ -147,7 +147,7 @@ def samples(model: LanguageModel, text: Text, prompt: str, seed: int) -> list[st
     starts = range(0, len(validation), max(8, len(validation) // 3))
     prompts = [validation[first : first + 8] for first in starts][:3]
     if prompt:
-        prompts.insert(0, torch.tensor(vocabulary.encode(prompt), dtype=torch.int64))
+        prompts.append(torch.tensor(vocabulary.encode(prompt), dtype=torch.int64))
     continued = generate(model, prompts, vocabulary, SAMPLE_LENGTH, seed)
     lines = []
     for prompt, ids in zip(prompts, continued):
