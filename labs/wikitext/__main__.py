@@ -72,7 +72,8 @@ class Config:
     )
     data: str = flag(
         "",
-        "text file or folder; default: wikitext-2 in /opt or beside the repository, or the sample",
+        "text file, or folder whose file names give the splits; default: wikitext-2 in /opt or "
+        "beside the repository, or the sample",
         "Data",
     )
     ratios: str = flag(
