@@ -84,9 +84,9 @@ class RunLogger(Logger):
         self.lab_run = run
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Points of curves."""
+        """Points of curves; Lightning counts steps from 0, the labs from 1."""
         curves = {name: value for name, value in metrics.items() if name != "epoch"}
-        self.lab_run.scalars(step or 0, curves)
+        self.lab_run.scalars((step or 0) + 1, curves)
 
     def log_hyperparams(self, *words) -> None:
         """Nothing: the run's settings are in config.json."""
