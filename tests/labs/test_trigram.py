@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 from dataclasses import asdict
@@ -81,6 +82,9 @@ def test_the_discount_is_chosen_on_the_validation_text(tmp_path, monkeypatch, ca
     for split, lines in texts.items():
         (tmp_path / f"text/{split}.txt").write_text("\n".join(lines) + "\n")
     write_run(Path("runs/x"), tmp_path / "text", min_count=2)
+    write_run(Path("runs/old"), tmp_path / "text", min_count=2)
+    Path("runs/old/eval/test.json").write_text("damaged")
+    os.utime("runs/old/eval/test.json", (1, 1))
     main(Config())  # the newest run
     printed = re.search(r"discount ([\d.]+) \(best on validation\)", capsys.readouterr().out)
     text = prepare(str(tmp_path / "text"), (0.8, 0.1, 0.1), 0, 2)
@@ -90,6 +94,20 @@ def test_the_discount_is_chosen_on_the_validation_text(tmp_path, monkeypatch, ca
         losses = [trigram.loss(text.ids[split].tolist(), text.vocabulary.eos, d) for d in DISCOUNTS]
         best[split] = DISCOUNTS[losses.index(min(losses))]
     assert float(printed[1]) == best["validation"] != best["test"]
+
+
+def test_the_vocabulary_is_that_of_the_run(tmp_path, capsys):
+    """Of a run with --init it is another one's, not that of the text."""
+    (tmp_path / "a.txt").write_text("a b c\na b d\n" * 40)
+    run = tmp_path / "run"
+    write_run(run, tmp_path / "a.txt", min_count=1)
+    (run / "vocabulary.txt").write_text("<eos>\n<unk>\na\nb\n")
+    text = prepare(str(tmp_path / "a.txt"), (0.8, 0.1, 0.1), 0, 1, run=run)
+    assert text.vocabulary.tokens == ["<eos>", "<unk>", "a", "b"]
+    scores = {"perplexity": 3.5, "data_key": text.checksum()}
+    (run / "eval/test.json").write_text(json.dumps(scores))
+    main(Config(ckpt=str(run)))
+    assert "test perplexity 3.50" in capsys.readouterr().out
 
 
 def test_the_text_of_a_run_is_scored(tmp_path, capsys):
