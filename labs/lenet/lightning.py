@@ -24,7 +24,7 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from engine.run import INTERRUPTED, Run
+from engine.run import Run
 from labs.lenet.__main__ import Config
 from labs.lenet.evaluation import draw_layers, evaluate, write_result
 from labs.lenet.mnist import DRAWN_NOTE, HOW_TO_GET, Digits, find_folder
@@ -143,7 +143,7 @@ def train(config: Config) -> dict:
             [DataLoader(validation, 1000), DataLoader(tests, 1000)],
         )
         if trainer.interrupted or run.stop_asked():
-            run.close(INTERRUPTED, trainer.global_step)
+            run.close("stopped by a signal, without a result", trainer.global_step)
             return {}
         model = classifier.model.cpu()
         result = evaluate(model, tests) | {"data": str(folder) if folder else DRAWN_NOTE}
