@@ -115,7 +115,7 @@ def train(config: Config) -> dict:
             "--resume: Lightning's checkpoints are pickle files, which this lab does not open; "
             "start a new run"
         )
-    world = distributed.start(config.device)
+    world = distributed.init(config.device)
     with Run(config, "lightning", world) as run:
         folder = find_folder(config.data)
         config.data = str(folder or "drawn")
@@ -126,7 +126,7 @@ def train(config: Config) -> dict:
         )
         lightning.seed_everything(config.seed, verbose=False)
         classifier = Classifier(config)
-        run.begin()
+        run.record_start(config)
         run.log(str(classifier.model))
         trainer = lightning.Trainer(
             accelerator=world.device.type,

@@ -230,7 +230,7 @@ def train(config: Config) -> Path:
         # -------- the folder becomes a run
         if world.is_main:
             vocabulary.save(run.folder)  # before the settings: a run always has its vocabulary
-        run.begin(precision)
+        run.record_start(config, precision)
         for line in (*text.notes, precision.describe(), str(model)):
             log(line)
         log(

@@ -425,7 +425,7 @@ def test_mistakes_leave_all_as_it_was(data, whole_run, monkeypatch, flags, words
     monkeypatch.chdir(whole_run)
     if "processes" in words:
         two = distributed.World(0, 2, CPU)
-        monkeypatch.setattr(distributed, "start", lambda device: two)
+        monkeypatch.setattr(distributed, "init", lambda device: two)
         monkeypatch.setattr(distributed.World, "on_main", lambda world, work: work())
         monkeypatch.setattr(distributed.World, "maximum", lambda world, *values: list(values))
     before = sorted(whole_run.rglob("*"))
