@@ -299,7 +299,8 @@ def test_a_stopped_run_ends_as_the_whole_one(data, whole_run, monkeypatch):
         assert records(run, tag) == records(whole, tag) != {}  # bit for bit
     assert "test errors: " in (run / "train.log").read_text(encoding="utf-8")
     states = [checkpoint.load_state(folder / "checkpoints/last") for folder in (run, whole)]
-    assert states[0] == states[1] and len(states[0]["test_errors"]) == 2
+    for name in ("validation_errors", "test_errors"):
+        assert states[0][name] == states[1][name] and len(states[0][name]) == 2
     ours, theirs = (checkpoint.load_weights(folder / "checkpoints/last") for folder in (run, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
