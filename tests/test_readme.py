@@ -432,13 +432,17 @@ def test_the_commands_of_a_long_page_run(page, place):
 GPT_FLAGS = (
     "--preset toy --num_layers 4 --seq_length 16 --vocab_size 300 --batch_size 4 --max_steps 1"
 )
-TEXT_FLAGS = "--epochs 1 --d_model 8 --nhead 1 --layers 1 --segment 8 --batch 256 --device cpu"
+TEXT_FLAGS = (
+    "--epochs 1 --d_model 8 --nhead 1 --num_layers 1 --seq_length 8 --batch_size 256 --device cpu"
+)
 PIPELINE_FLAGS = "--d_model 16 --nhead 2 --dim_feedforward 32 --max_steps 2 --batch_size 8"
 REDUCED = {
     "labs.collectives": [],
     "labs.gpt": GPT_FLAGS.split(),
     "labs.gpt.generate": [],
     "labs.lenet": ["--epochs", "1"],
+    "labs.lenet.convolution": [],
+    "labs.lenet.lessons": [],
     "labs.lenet.lightning": ["--epochs", "1"],
     "labs.pipeline": PIPELINE_FLAGS.split(),
     "labs.pipeline.mistakes": [],
@@ -476,7 +480,7 @@ def write_lab_data(folder: Path) -> None:
 
 def handout_table(page: str) -> str:
     """What a lab's page sets beside its handout; the lab's own test runs these commands."""
-    tables = r"## (?:The handout, line by line|What the handout asks for)\n.*?(?:\n## |\Z)"
+    tables = r"## (?:The handout, line by line|What the handout asks for)\n.*?(?=\n## |\Z)"
     table = re.search(tables, read(page), re.DOTALL)
     return table[0] if table else ""
 

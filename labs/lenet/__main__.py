@@ -8,7 +8,8 @@ torchrun --nproc_per_node 2 -m -- labs.lenet   # data parallel (DDP): the same b
 tensorboard --logdir runs                      # curves, filters, feature maps, confusion
 python report.py runs/NAME                     # one page with curves, network, result, hardware
 
-The result is that of the last epoch: nothing is chosen by the test images.
+The result is that of the last epoch: nothing is chosen by the test images. The last twelfth of
+the training images is held out for validation.
 """
 
 from engine import distributed, schedule  # before PyTorch, whose threads read their settings once
@@ -16,7 +17,7 @@ from engine import distributed, schedule  # before PyTorch, whose threads read t
 # isort: split
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,11 +25,11 @@ import torch.nn.functional as F
 
 from engine.config import flag, parse_flags
 from engine.errors import UserError, run_script
-from engine.files import as_json, atomic_write
 from engine.layers import save_layers
 from engine.run import INTERRUPTED, Run, saved_settings
-from labs.lenet import pictures
-from labs.lenet.mnist import DIGITS, DRAWN_NOTE, HOW_TO_GET, Digits, find_folder, training_batches
+from engine.telemetry import Log
+from labs.lenet.evaluation import draw_layers, evaluate, write_result
+from labs.lenet.mnist import DRAWN_NOTE, HOW_TO_GET, Digits, find_folder, training_batches
 from labs.lenet.model import LeNet5, check_activation, flops_per_image
 
 
@@ -46,7 +47,7 @@ class Config:
     activation: str = flag("relu", "relu, gelu, or MODULE:FUNCTION of labs/", "Model", fixed=True)
 
     epochs: int = flag(12, "passes over the training images", "Training", min=1)
-    batch: int = flag(
+    batch_size: int = flag(
         100, "images per step, of all processes together", "Training", min=1, fixed=True
     )
     lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10, fixed=True)
@@ -64,7 +65,9 @@ class State:
 
     data_key: int  # a checksum of the training labels
     step: int = 0
-    tested: int = 0  # step of the last test
+    last_validation: int = 0  # step of the last evaluation
+    validation_errors: list[int] = field(default_factory=list)  # after each epoch
+    test_errors: list[int] = field(default_factory=list)
 
 
 def train(config: Config) -> Path:
@@ -82,18 +85,20 @@ def train(config: Config) -> Path:
         config.data = str(folder or "drawn")
         if not folder:
             log(f"data: {DRAWN_NOTE}. For MNIST {HOW_TO_GET}")
-        digits, tests = Digits(folder, "train"), Digits(folder, "test")
-        steps_per_epoch = math.ceil(len(digits) / config.batch)
+        digits, validation, tests = (
+            Digits(folder, split) for split in ("train", "validation", "test")
+        )
+        steps_per_epoch = math.ceil(len(digits) / config.batch_size)
         total_steps = config.epochs * steps_per_epoch
         smallest = len(digits) // steps_per_epoch  # an epoch's batches are of nearly equal size
         if smallest < world.size:
             raise UserError(
-                f"--batch {config.batch}: the smallest batch has {smallest} image(s) for "
-                f"{world.size} processes; give a larger --batch"
+                f"--batch_size {config.batch_size}: the smallest batch has {smallest} image(s) for "
+                f"{world.size} processes; give a larger --batch_size"
             )
         data_key = digits.checksum()
-        digits.to(device)
-        tests.to(device)
+        for split in (digits, validation, tests):
+            split.to(device)
 
         # -------- model, optimizer
         torch.manual_seed(config.seed)
@@ -128,8 +133,8 @@ def train(config: Config) -> Path:
             f"{flops:,} FLOPs a training image (forward and backward)"
         )
         log(
-            f"{len(digits):,} training and {len(tests):,} test images, "
-            f"{steps_per_epoch:,} steps per epoch, {config.epochs} epochs"
+            f"{len(digits):,} training, {len(validation):,} validation and {len(tests):,} test "
+            f"images, {steps_per_epoch:,} steps per epoch, {config.epochs} epochs"
         )
         if state.step == 0:
             draw_layers(run, 0, model, tests)
@@ -141,16 +146,27 @@ def train(config: Config) -> Path:
         begun = time.perf_counter()
         model.train()
         while True:
-            # Between two steps: is an epoch over? Test and save. Is the run asked to stop?
+            # Between two steps: is an epoch over? Evaluate and save. Is the run asked to stop?
             interrupted = run.stop_asked()
-            epoch_over = state.step > state.tested and state.step % steps_per_epoch == 0
+            epoch_over = state.step > state.last_validation and state.step % steps_per_epoch == 0
             if epoch_over and not interrupted:
-                result = evaluate(model, tests)
-                state.tested = state.step
-                curves = {f"test/{name}": result[name] for name in ("loss", "accuracy", "errors")}
-                run.scalars(state.step, curves)
+                held_out, result = evaluate(model, validation), evaluate(model, tests)
+                state.last_validation = state.step
+                state.validation_errors.append(held_out["errors"])
+                state.test_errors.append(result["errors"])
+                run.scalars(
+                    state.step,
+                    {
+                        "valid/loss": held_out["loss"],
+                        "valid/accuracy": held_out["accuracy"],
+                        "test/loss": result["loss"],
+                        "test/accuracy": result["accuracy"],
+                        "test/errors": result["errors"],
+                    },
+                )
                 log(
                     f"epoch {state.step // steps_per_epoch} of {config.epochs}: "
+                    f"validation loss {held_out['loss']:.4f}, accuracy {held_out['accuracy']:.2%}; "
                     f"test loss {result['loss']:.4f}, accuracy {result['accuracy']:.2%}"
                 )
                 draw_layers(run, state.step, model, tests)
@@ -210,62 +226,19 @@ def train(config: Config) -> Path:
             result["parameters"] = parameter_count
             if world.is_main:
                 write_result(run, state.step, model, tests, result)
+                log_choices(log, state)
             run.close("finished", state.step)
         return run.folder
 
 
-@torch.inference_mode()
-def evaluate(model: LeNet5, tests: Digits) -> dict:
-    """Loss in nats, accuracy and confusion matrix on the test images.
-
-    confusion: 10 × 10 counts, rows the true digit, columns the answer.
-    """
-    model.eval()
-    scores = []
-    for rows in torch.arange(len(tests)).split(1000):
-        images, _ = tests[rows]
-        scores.append(model(images))
-    scores, labels = torch.cat(scores), tests.labels  # (N, 10), (N,)
-    answers = scores.argmax(1)
-    errors = (answers != labels).sum().item()
-    # A pair (digit, answer) is one number below 100, so that one call counts all pairs.
-    pairs = labels * DIGITS + answers
-    confusion = pairs.bincount(minlength=DIGITS**2).view(DIGITS, DIGITS)
-    return {
-        "accuracy": 1 - errors / len(labels),
-        "errors": errors,
-        "images": len(labels),
-        "loss": F.cross_entropy(scores, labels).item(),
-        "confusion": confusion.tolist(),
-    }
-
-
-def draw_layers(run: Run, step: int, model: LeNet5, tests: Digits) -> None:
-    """To TensorBoard: the filters, and what each layer makes of the first test image."""
-    if run.world.is_main:
-        image, _ = tests[0]
-        run.telemetry.figure("filters", step, pictures.filters(model))
-        run.telemetry.figure("feature maps", step, pictures.feature_maps(model, image))
-
-
-def write_result(run: Run, step: int, model: LeNet5, tests: Digits, result: dict) -> None:
-    """eval/test.json, the pictures beside it, the confusion matrix in TensorBoard, a log line."""
-    folder = run.folder / "eval"
-    folder.mkdir(exist_ok=True)
-    atomic_write(folder / "test.json", as_json(result))
-    image, _ = tests[0]
-    figures = {
-        "filters": pictures.filters(model),
-        "feature-maps": pictures.feature_maps(model, image),
-        "confusion": pictures.confusion(torch.tensor(result["confusion"])),
-    }
-    for name, figure in figures.items():
-        figure.savefig(folder / f"{name}.png", dpi=100)
-    run.telemetry.figure("confusion", step, figures["confusion"])
-    run.telemetry.hyperparameters(run.config, {"result/accuracy": result["accuracy"]})
-    run.log(
-        f"test accuracy {result['accuracy']:.2%}: {result['errors']:,} errors in "
-        f"{result['images']:,} test images ({result['data']}); pictures: {folder}"
+def log_choices(log: Log, state: State) -> None:
+    """Test errors of the last epoch, and of those that validation or test images would choose."""
+    validation, test = state.validation_errors, state.test_errors
+    best = validation.index(min(validation))  # the first of equals
+    log(
+        f"test errors: {test[-1]:,} after the last epoch, which is the result; "
+        f"{test[best]:,} after epoch {best + 1}, the best by the validation images; "
+        f"{min(test):,} after the best by the test images, a choice that would be cheating"
     )
 
 

@@ -26,6 +26,7 @@ DIGITS = 10  # classes
 PLACES = (Path("/opt/mnist"), Path(__file__).parents[3] / "mnist", Path("data"))
 FILES = {"train": "train", "test": "t10k"}  # split → how its files' names begin
 DRAWN = {"train": (10_000, 1), "test": (2_000, 2)}  # split → how many digits, seed
+VALIDATION_SHARE = 12  # one in so many training images is held out
 DRAWN_NOTE = "drawn digits, not MNIST: this score says only that the program works"
 HOW_TO_GET = (
     "download the four .gz files of https://ossci-datasets.s3.amazonaws.com/mnist/ "
@@ -38,14 +39,21 @@ class Digits(Dataset):
     """One split of MNIST, in memory as bytes (47 MB for 60,000 images), on `device` after `to`.
 
     `digits[i]` is (image, label), the image (1, 28, 28) float from 0 (paper) to 1 (ink). Without a
-    folder the digits are drawn.
+    folder the digits are drawn. MNIST has no validation images: they are the last twelfth of its
+    training images, 5,000 of 60,000, which the split "train" does not have.
     """
 
     def __init__(self, folder: Path | None, split: str):
+        files = "test" if split == "test" else "train"
         if folder is None:
-            images, labels = draw_digits(*DRAWN[split])
+            images, labels = draw_digits(*DRAWN[files])
         else:
-            images, labels = read_split(folder, split)
+            images, labels = read_split(folder, files)
+        train_count = len(labels) - max(1, len(labels) // VALIDATION_SHARE)
+        if split == "train":
+            images, labels = images[:train_count], labels[:train_count]
+        if split == "validation":
+            images, labels = images[train_count:], labels[train_count:]
         self.images = torch.from_numpy(images)  # (N, 28, 28) bytes
         self.labels = torch.from_numpy(labels).long()  # (N,)
 
@@ -74,9 +82,9 @@ def training_batches(
     """Without end, from `first_step` on: this process's images (B, 1, 28, 28), its labels (B,), and
     the size of the batch of all processes together.
     """
-    epoch, steps_done = divmod(first_step, math.ceil(len(digits) / config.batch))
+    epoch, steps_done = divmod(first_step, math.ceil(len(digits) / config.batch_size))
     while True:
-        batches = rows_of_epoch(len(digits), config.batch, config.seed, epoch)[steps_done:]
+        batches = rows_of_epoch(len(digits), config.batch_size, config.seed, epoch)[steps_done:]
         of_this_process = [rows[world.rank :: world.size] for rows in batches]
         # batch_size=None: what the sampler gives is already a batch of rows, so that the data set
         # cuts it out with one indexing operation instead of one call per image.
@@ -86,12 +94,12 @@ def training_batches(
         epoch, steps_done = epoch + 1, 0
 
 
-def rows_of_epoch(count: int, batch: int, seed: int, epoch: int) -> tuple[Tensor, ...]:
+def rows_of_epoch(count: int, batch_size: int, seed: int, epoch: int) -> tuple[Tensor, ...]:
     """The image numbers of every step of an epoch: a function of (seed, epoch), so that a resumed
     run repeats them. Batches differ by one image at most; there is no small last one.
     """
     order = torch.randperm(count, generator=epoch_generator(seed, epoch))
-    return order.tensor_split(math.ceil(count / batch))
+    return order.tensor_split(math.ceil(count / batch_size))
 
 
 def find_folder(data: str) -> Path | None:

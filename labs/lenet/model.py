@@ -40,11 +40,15 @@ class LeNet5(nn.Module):
         """Images (B, 1, 28, 28) with values from 0 to 1 → logits (B, 10)."""
         return self.layers(images)["output"]
 
-    def layers(self, images: Tensor) -> dict[str, Tensor]:
-        """The output of each layer, by name and in order: for pictures."""
+    def normalised(self, images: Tensor) -> Tensor:
+        """(B, 1, 28, 28) images from 0 to 1 → (B, 1, 32, 32), of mean 0 and deviation 1."""
         # Paper is added around the digit, so that strokes near the border reach the middle of
         # some 5 × 5 field.
-        x = (F.pad(images, [2] * 4) - MEAN) / DEVIATION  # (B, 1, 32, 32)
+        return (F.pad(images, [2] * 4) - MEAN) / DEVIATION
+
+    def layers(self, images: Tensor) -> dict[str, Tensor]:
+        """The output of each layer, by name and in order: for pictures."""
+        x = self.normalised(images)
         outputs = {}
         for name, layer in self.named_children():
             x = layer(x)

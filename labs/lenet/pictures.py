@@ -1,9 +1,13 @@
 """Pictures of a LeNet-5 (matplotlib figures): its filters, its feature maps, its mistakes."""
 
+import math
+
 import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure  # without pyplot: needs no screen, nothing has to be closed
 from torch import Tensor
+
+SHOWN, IN_A_ROW = 60, 10  # misclassified digits
 
 
 def tiles(maps: Tensor, columns: int) -> Tensor:
@@ -76,4 +80,25 @@ def confusion(counts: Tensor) -> Figure:
     errors, total = mistakes.sum().item(), counts.sum().item()
     title = f"{errors:,} errors in {total:,} images: {1 - errors / total:.2%} right"
     axes.set_title(title, fontsize=10)
+    return figure
+
+
+def mistakes(images: Tensor, labels: Tensor, logits: Tensor) -> Figure:
+    """The wrongly recognised of N images, those first whose wrong answer was most certain.
+
+    images (N, 28, 28), labels (N,), logits (N, 10). At most 60 are shown.
+    """
+    certainty, answers = logits.softmax(1).max(1)
+    wrong = (answers != labels).nonzero().flatten()
+    wrong = wrong[certainty[wrong].argsort(descending=True)][:SHOWN]
+    rows = max(1, math.ceil(len(wrong) / IN_A_ROW))
+    figure = Figure(figsize=(7, 0.4 + 0.85 * rows), layout="constrained")
+    all_axes = figure.subplots(rows, IN_A_ROW, squeeze=False).flatten()
+    for axes in all_axes:
+        axes.axis("off")
+    for axes, number in zip(all_axes, wrong.tolist()):
+        axes.imshow(images[number].cpu().numpy(), cmap="Greys")
+        title = f"{labels[number]} → {answers[number]}"
+        axes.set_title(f"{title}  {certainty[number]:.0%}", fontsize=7, pad=2)
+    figure.suptitle("digit → answer, and the probability of the answer", fontsize=9)
     return figure

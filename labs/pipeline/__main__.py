@@ -161,8 +161,7 @@ def train(config: Config) -> Path:
         run.restore(model)
         log(str(model))
         if world.is_main:
-            tokens, _ = batch_of_step(sequences, 1, config.batch_size, config.seed)
-            save_layers(run.folder, model, tokens[:1])
+            save_layers(run.folder, model, dataset[0][None, :-1])
         log(
             f"data: {len(dataset):,} sequences of {config.seq_length} tokens, "
             f"vocabulary {vocabulary}"

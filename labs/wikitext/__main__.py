@@ -4,8 +4,9 @@ python -m labs.wikitext                                   # /opt/wikitext-2, els
 python -m labs.wikitext --preset handout --glove glove.6B.50d.txt  # lower case, dynamic sampling
 python -m labs.wikitext --data novel.txt --glove glove.6B.50d.txt  # any text; GloVe embeddings
 python -m labs.wikitext --sampling dynamic                # hard segments more often
-python -m labs.wikitext --resume runs/NAME --generate "The ship"   # continue; continue a text
-python -m labs.wikitext.trigram --run runs/NAME           # the baseline: Kneser–Ney trigrams
+python -m labs.wikitext --resume NAME --prompt "The ship"  # continue training; continue a text
+python -m labs.wikitext --init NAME --data novel.txt      # fine-tune a trained model on other text
+python -m labs.wikitext.trigram NAME                      # the baseline: Kneser–Ney trigrams
 torchrun --nproc_per_node 2 -m -- labs.wikitext           # data parallel (DDP): the same batches
 tensorboard --logdir runs                                 # curves, samples, confusion table
 
@@ -25,20 +26,21 @@ import torch
 from torch import Tensor
 
 from engine import checkpoint
-from engine.config import fill_in, flag, parse_flags
+from engine.config import fill_in, flag, given_names, load_config, parse_flags
 from engine.errors import UserError, run_script
 from engine.layers import save_layers
 from engine.meters import perplexity
 from engine.precision import choose_precision
-from engine.run import INTERRUPTED, Run, saved_settings
+from engine.run import INTERRUPTED, Run, find_run, load_weights_into, saved_settings
 from labs.wikitext.evaluation import SCORES, evaluate, samples, write_result
 from labs.wikitext.glove import load_glove
-from labs.wikitext.model import LanguageModel, SmoothedLoss, flops_per_token
+from labs.wikitext.model import LanguageModel, SmoothedLoss, flops_per_token, unigram_entropy
 from labs.wikitext.sampler import SegmentSampler, gather_segments
-from labs.wikitext.text import Text, find_data, prepare
+from labs.wikitext.text import Text, find_data, prepare, run_of
 
 # The handout's settings; a flag on the command line overrides them. The segments are drawn anew
-# every 10 epochs: 1 to 10 are static, 11 to 20 and 21 to 30 dynamic, 31 to 40 static again.
+# every 10 epochs: 1 to 10 are static, 11 to 30 dynamic where the model overfits, 31 to 40 static
+# again.
 HANDOUT = {
     "lowercase": True,
     "dim_feedforward": 2048,
@@ -49,6 +51,17 @@ HANDOUT = {
     "resample_every": 10,
     "epochs": 40,
 }
+# With --init, these are the settings of the run that the weights are from.
+INHERITED = (
+    "lowercase",
+    "seq_length",
+    "d_model",
+    "d_embedding",
+    "nhead",
+    "num_layers",
+    "dim_feedforward",
+    "positions",
+)
 
 
 @dataclass
@@ -60,16 +73,19 @@ class Config:
     )
     data: str = flag(
         "",
-        "text file or folder; default: wikitext-2 in /opt or beside the repository, or the sample",
+        "text file, or folder whose file names give the splits; default: wikitext-2 in /opt or "
+        "beside the repository, or the sample",
         "Data",
     )
     ratios: str = flag(
         "0.8,0.1,0.1", "train, validation, test: how a missing split is cut", "Data", fixed=True
     )
     lowercase: bool = flag(False, "read the text in lower case, as GloVe 6B is", "Data", fixed=True)
-    vocab: int = flag(0, "the most frequent N words; 0: by --min_count", "Data", min=0, fixed=True)
+    vocab_size: int = flag(
+        0, "the most frequent N words; 0: by --min_count", "Data", min=0, fixed=True
+    )
     min_count: int = flag(3, "rarer words are <unk>, as in WikiText", "Data", min=1, fixed=True)
-    segment: int = flag(64, "tokens per segment, the longest context", "Data", min=2, fixed=True)
+    seq_length: int = flag(64, "tokens per segment, the longest context", "Data", min=2, fixed=True)
     pad: str = flag("right", "side on which a short segment is padded (left|right)", "Data")
 
     d_model: int = flag(128, "model width", "Model", min=1, fixed=True)
@@ -77,7 +93,7 @@ class Config:
         0, "embedding width; 0: that of GloVe, else d_model", "Model", min=0, fixed=True
     )
     nhead: int = flag(4, "attention heads", "Model", min=1, fixed=True)
-    layers: int = flag(2, "encoder layers", "Model", min=1, fixed=True)
+    num_layers: int = flag(2, "encoder layers", "Model", min=1, fixed=True)
     dim_feedforward: int = flag(512, "width of the feed-forward layers", "Model", min=1, fixed=True)
     dropout: float = flag(0.3, "dropout rate", "Model", min=0, below=1, fixed=True)
     positions: str = flag(
@@ -87,6 +103,12 @@ class Config:
         "", "text file of vectors with which the embedding begins", "Model", fixed=True
     )
 
+    init: str = flag(
+        "",
+        "begin with the weights, vocabulary and sizes of this run, checkpoint or weights file",
+        "Training",
+        fixed=True,
+    )
     epochs: int = flag(12, "passes over the text", "Training", min=1, fixed=True)
     embedding_share: float = flag(
         0.125,
@@ -96,7 +118,7 @@ class Config:
         below=1,
         fixed=True,
     )
-    batch: int = flag(
+    batch_size: int = flag(
         32, "segments per step, of all processes together", "Training", min=1, fixed=True
     )
     lr: float = flag(2e-3, "peak learning rate", "Training", above=0, below=10, fixed=True)
@@ -122,7 +144,7 @@ class Config:
 
     run: str = flag("", "name of the run (runs/NAME); default: the time", "Run")
     resume: str = flag("", "run to continue", "Run")
-    generate: str = flag("", "text that the samples continue, besides the validation text", "Run")
+    prompt: str = flag("", "text that the samples continue, besides the validation text", "Run")
     log_every: int = flag(20, "steps between log lines", "Run", min=1)
     precision: str = flag("auto", "number format (auto|fp32|bf16|fp16)", "Run")
     device: str = flag("auto", "auto, cpu, cuda or cuda:N", "Run")
@@ -133,8 +155,8 @@ class Config:
             raise UserError(
                 f"--d_model {self.d_model} must be even and a multiple of --nhead {self.nhead}"
             )
-        if 0 < self.vocab < 3:
-            raise UserError(f"--vocab {self.vocab}: a vocabulary needs at least 3 words")
+        if 0 < self.vocab_size < 3:
+            raise UserError(f"--vocab_size {self.vocab_size}: a vocabulary needs at least 3 words")
         self.split_ratios()
 
     def split_ratios(self) -> tuple[float, ...]:
@@ -170,9 +192,7 @@ def train(config: Config) -> Path:
         log = run.log
 
         # -------- text: rank 0 reads it for all, and sets the settings that depend on it
-        text, vectors, config = world.on_main(
-            lambda: read_text(run.config, is_new=run.saved_state is None)
-        )
+        text, vectors, config = world.on_main(lambda: read_text(run.config))
         vocabulary = text.vocabulary
         if run.saved_state:
             text.check(run.folder, run.saved_state["data_key"])
@@ -183,6 +203,9 @@ def train(config: Config) -> Path:
         model.start_from_counts(text.ids["train"])
         if vectors is not None:
             model.embedding.weight.data.copy_(vectors)
+        if config.init and run.saved_state is None:
+            weights = checkpoint.load_weights(Path(config.init))
+            load_weights_into(model, weights, Path(config.init))
         model.to(device)
         precision = choose_precision(device, config.precision, training=True, world=world)
         matrices = [weight for weight in model.parameters() if weight.dim() > 1]
@@ -194,7 +217,7 @@ def train(config: Config) -> Path:
         # The betas of Vaswani et al. 2017.
         optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.98), fused=True)
         sampler = SegmentSampler(len(text.ids["train"]), config, device)
-        steps_per_epoch = math.ceil(len(sampler.lengths) / config.batch)
+        steps_per_epoch = math.ceil(len(sampler.lengths) / config.batch_size)
         total_steps = config.epochs * steps_per_epoch
         embedding_steps = round(config.embedding_share * total_steps)
         warmup = schedule.warmup_steps(config.warmup, total_steps)
@@ -206,16 +229,21 @@ def train(config: Config) -> Path:
             state = State(**saved)
 
         # -------- the folder becomes a run
+        if world.is_main:
+            vocabulary.save(run.folder)  # before the settings: a run always has its vocabulary
         run.record_start(config, precision)
         if world.is_main:
-            vocabulary.save(run.folder)
             segment = text.ids["train"][None, : model.causal_mask.size(0)]  # (1, S)
             save_layers(run.folder, model, segment, torch.ones_like(segment, dtype=torch.bool))
         for line in (*text.notes, precision.describe(), str(model)):
             log(line)
         log(
+            f"the loss of a guess: {math.log(len(vocabulary.tokens)):.3f} if all words are equally "
+            f"likely, {unigram_entropy(text.ids['train']):.3f} by their frequency"
+        )
+        log(
             f"model: {sum(weight.numel() for weight in model.parameters()):,} parameters, "
-            f"{flops_per_token(model, config.segment):,} FLOPs a training token; "
+            f"{flops_per_token(model, config.seq_length):,} FLOPs a training token; "
             f"{len(sampler.lengths):,} segments, {total_steps:,} steps in {config.epochs} epochs"
         )
 
@@ -231,22 +259,23 @@ def train(config: Config) -> Path:
             epoch_over = state.step > state.last_validation and step_of_epoch == 0
             improved = False
             if epoch_over and not interrupted:
-                sampler.end_epoch(world, epoch - 1)
                 scores = evaluate(model, text.ids["validation"], vocabulary, world)
+                sampler.end_epoch(world, epoch - 1, scores["loss"])
                 improved = state.best_loss is None or scores["loss"] < state.best_loss
                 state.last_validation = state.step
                 if improved:
                     state.best_loss = scores["loss"]
                 curves = {f"valid/{name}": scores[name] for name in SCORES}
-                run.scalars(state.step, curves | sampler.figures(epoch))
+                run.scalars(state.step, curves | sampler.figures())
                 log(
                     f"epoch {epoch} of {config.epochs}: validation loss {scores['loss']:.4f}, "
                     f"perplexity {scores['perplexity']:.2f}, accuracy {scores['accuracy']:.1%}"
                     f"{', the best so far' if improved else ''}"
                 )
                 if world.is_main:
-                    continued = samples(model, text, config.generate, config.seed)
+                    continued = samples(model, text, config.prompt, config.seed)
                     run.telemetry.text("samples", state.step, "\n\n".join(continued))
+                    log(f"sample: {continued[-1]}".replace("\n", "/"))
             if epoch_over or interrupted:
                 saved = asdict(state) | {"sampler": sampler.state_dict(world)}
                 run.save(state.step, model, optimizer, saved, precision, improved)
@@ -270,15 +299,16 @@ def train(config: Config) -> Path:
 
             # The batch: segments of the text, (B,), of which this rank takes every `size`th.
             if step_of_epoch == 0 or segments_of_epoch is None:
-                segments_of_epoch = sampler.plan(epoch).split(config.batch)
+                segments_of_epoch = sampler.plan(epoch).split(config.batch_size)
             segments = segments_of_epoch[step_of_epoch]
             tokens_in_step = sampler.lengths[segments].sum().item()  # of all ranks
             local = segments[world.rank :: world.size]
             # DDP wants a forward pass of a rank without a segment, too; nothing of it counts.
-            spans = sampler.spans(local if len(local) else segments[:1])
+            visited = local if len(local) else segments[:1]
+            spans = sampler.spans(visited)
             # The batch stays on the CPU; the model sends what it needs to the GPU.
             tokens, targets, attention_mask = gather_segments(
-                text.ids["train"], spans, vocabulary.eos, config.segment, config.pad
+                text.ids["train"], spans, vocabulary.eos, config.seq_length, config.pad
             )
             counted = attention_mask & (len(local) > 0)
 
@@ -291,7 +321,7 @@ def train(config: Config) -> Path:
             gradient_norm = precision.step(optimizer, trained, config.clip, step)
             state.step = step
 
-            sampler.record(local, losses, counted)
+            sampler.record(visited, losses, counted)
             token_count += tokens_in_step
 
             if step % config.log_every == 0 or step == total_steps:
@@ -327,9 +357,9 @@ def train(config: Config) -> Path:
             model.load_state_dict(weights)
             scores = evaluate(model, text.ids["test"], vocabulary, world)
             if world.is_main:
-                write_result(run, state.step, text, scores)
-                for line in samples(model, text, config.generate, config.seed):
-                    log("sample: " + line.replace("\n", " / "))
+                write_result(run, state.step, model, text, scores)
+                for line in samples(model, text, config.prompt, config.seed):
+                    log(f"sample: {line}".replace("\n", "/"))
             run.close("finished", state.step)
         return run.folder
 
@@ -338,30 +368,60 @@ def apply_preset(config: Config) -> None:
     """--preset handout: its settings, except for those that flags set. It needs GloVe vectors."""
     if config.preset == "handout":
         fill_in(config, HANDOUT)
-        if not config.glove:
+        if not config.glove and not config.init:
             raise UserError(
                 "--preset handout begins with GloVe vectors; unpack "
                 "https://nlp.stanford.edu/data/glove.6B.zip and give --glove glove.6B.50d.txt"
             )
 
 
-def read_text(config: Config, is_new: bool) -> tuple[Text, Tensor | None, Config]:
+def start_from(config: Config) -> None:
+    """--init: the sizes of the model that the run begins with, and where its weights are."""
+    chosen = checkpoint.resolve(find_run(config.init)).absolute()
+    source = load_config(Config, run_of(chosen) / "config.json")
+    given = given_names(config)
+    for name in INHERITED:
+        asked, value = getattr(config, name), getattr(source, name)
+        if name in given and asked != value:
+            raise UserError(
+                f"--init {config.init}: its --{name} is {value!r}, so it cannot be {asked!r}; "
+                "leave the flag out"
+            )
+        setattr(config, name, value)
+    useless = given & {"glove", "vocab_size", "min_count"}
+    if useless:
+        raise UserError(
+            f"--init {config.init} brings its vocabulary and embedding, so --{min(useless)} has no "
+            "effect; leave the flag out"
+        )
+    config.init = str(chosen)
+
+
+def read_text(config: Config) -> tuple[Text, Tensor | None, Config]:
     """The text, the GloVe vectors of its vocabulary, and the settings that depend on both.
 
-    A resumed run has its embedding in the checkpoint and reads no vectors.
+    A resumed run has its vocabulary and its embedding already.
     """
     config.data = find_data(config.data)
+    of_run = Path(config.resume) if config.resume else None
+    if config.init and not of_run:
+        of_run = run_of(Path(config.init))
     text = prepare(
-        config.data, config.split_ratios(), config.vocab, config.min_count, config.lowercase
+        config.data,
+        config.split_ratios(),
+        config.vocab_size,
+        config.min_count,
+        config.lowercase,
+        of_run,
     )
     for split, ids in text.ids.items():
-        if len(ids) < config.segment:
+        if len(ids) < config.seq_length:
             raise UserError(
-                f"the {split} text has {len(ids)} tokens, less than one --segment "
-                f"({config.segment}); give more text"
+                f"the {split} text has {len(ids)} tokens, less than one --seq_length "
+                f"({config.seq_length}); give more text"
             )
     vectors = None
-    if config.glove and is_new:
+    if config.glove and not of_run:
         config.glove = str(Path(config.glove).expanduser().resolve())
         vectors, known = load_glove(Path(config.glove), text.vocabulary.tokens)
         width = vectors.shape[1]
@@ -394,9 +454,11 @@ def start_stage(
 
 
 def main(config: Config) -> Path:
-    """Train, with the preset's settings; a resumed run has them already."""
+    """Train, with the settings of the preset and of --init; a resumed run has them already."""
     if not config.resume:
         apply_preset(config)
+        if config.init:
+            start_from(config)
     return train(config)
 
 

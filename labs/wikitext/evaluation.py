@@ -16,13 +16,15 @@ from engine.meters import perplexity
 from engine.run import Run
 from labs.wikitext.model import LanguageModel, send
 from labs.wikitext.sampler import gather_segments
-from labs.wikitext.text import SAMPLE_NOTE, Text, Vocabulary
+from labs.wikitext.text import EOS, SAMPLE_NOTE, Text, Vocabulary
 from tools.reporting.fonts import families
 
 WINDOWS_AT_ONCE = 64  # rows of a batch that is scored
 CONFUSED = 12  # tokens in the confusion table
 SCORES = ("loss", "perplexity", "accuracy", "accuracy_without_unk")
 SAMPLE_LENGTH = 40  # tokens
+TOKENS_SHOWN = 160  # of the test text, in the picture of losses
+LINE_LENGTH = 78  # characters in a line of that picture
 
 
 def windows(token_count: int, length: int) -> list[tuple[int, int, int]]:
@@ -61,13 +63,7 @@ def evaluate(model: LanguageModel, ids: Tensor, vocabulary: Vocabulary, world: W
     table = torch.zeros(other + 1, other + 1, dtype=torch.int64, device=device)
     batches = torch.tensor(windows(len(ids), length)).split(WINDOWS_AT_ONCE)
     for batch in batches[world.rank :: world.size]:
-        first, first_counted, end = batch.unbind(1)  # (B,) each
-        spans = list(zip(first.tolist(), end.tolist()))
-        tokens, targets, attention_mask = gather_segments(ids, spans, vocabulary.eos, length)
-        context = (first_counted - first).unsqueeze(1)  # (B, 1) tokens that only give context
-        counted = attention_mask & (torch.arange(length) >= context)  # (B, S)
-        logits = model(tokens, attention_mask, counted).float()  # (N, V)
-        truth = send(targets[counted], device)  # (N,)
+        logits, truth = predictions(model, ids, vocabulary, batch)  # (N, V), (N,)
         guess = logits.argmax(-1)
         right = guess == truth
         loss = F.cross_entropy(logits, truth, reduction="none").double()
@@ -89,6 +85,28 @@ def evaluate(model: LanguageModel, ids: Tensor, vocabulary: Vocabulary, world: W
     }
 
 
+def predictions(
+    model: LanguageModel, ids: Tensor, vocabulary: Vocabulary, batch: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The logits (N, V), in fp32, and the tokens (N,) that B of the `windows` (B, 3) count."""
+    length = model.causal_mask.size(0)
+    first, first_counted, end = batch.unbind(1)  # (B,) each
+    spans = list(zip(first.tolist(), end.tolist()))
+    tokens, targets, attention_mask = gather_segments(ids, spans, vocabulary.eos, length)
+    context = (first_counted - first).unsqueeze(1)  # (B, 1) tokens that only give context
+    counted = attention_mask & (torch.arange(length) >= context)  # (B, S)
+    logits = model(tokens, attention_mask, counted).float()
+    return logits, send(targets[counted], logits.device)
+
+
+@torch.no_grad()
+def token_losses(model: LanguageModel, ids: Tensor, vocabulary: Vocabulary) -> list[float]:
+    """The loss of each token of a text, in nats, with the context that `evaluate` gives it."""
+    model.eval()
+    batch = torch.tensor(windows(len(ids), model.causal_mask.size(0)))
+    return F.cross_entropy(*predictions(model, ids, vocabulary, batch), reduction="none").tolist()
+
+
 def most_frequent(ids: Tensor) -> Tensor:
     """The tokens of the confusion table, (K,)."""
     counts = ids.bincount()
@@ -99,7 +117,7 @@ def most_frequent(ids: Tensor) -> Tensor:
 def generate(
     model: LanguageModel, prompts: list[Tensor], vocabulary: Vocabulary, length: int, seed: int
 ) -> list[list[int]]:
-    """`length` sampled tokens after each prompt; <unk> is never sampled."""
+    """Up to `length` sampled tokens after each prompt; <eos> ends it, <unk> is never sampled."""
     model.eval()
     context = model.causal_mask.size(0)  # tokens that the model sees at most
     generator = torch.Generator().manual_seed(seed)
@@ -114,31 +132,39 @@ def generate(
             logits[vocabulary.unk] = -math.inf
             probabilities = (logits / temperature).softmax(-1)
             ids.append(probabilities.multinomial(1, generator=generator).item())
-        continued.append(ids[-length:])
+            if ids[-1] == vocabulary.eos:
+                break
+        continued.append(ids[1 + len(prompt) :])
     return continued
 
 
 def samples(model: LanguageModel, text: Text, prompt: str, seed: int) -> list[str]:
-    """Three beginnings from the validation text, and the user's, with the model's continuations."""
+    """Three beginnings from the validation text, then the user's, with the model's continuations.
+
+    A continuation ends with <eos>, which the model predicted, or is cut after SAMPLE_LENGTH tokens.
+    """
     vocabulary, validation = text.vocabulary, text.ids["validation"]
     starts = range(0, len(validation), max(8, len(validation) // 3))
     prompts = [validation[first : first + 8] for first in starts][:3]
     if prompt:
-        prompts.insert(0, torch.tensor(vocabulary.encode(prompt), dtype=torch.int64))
+        prompts.append(torch.tensor(vocabulary.encode(prompt), dtype=torch.int64))
     continued = generate(model, prompts, vocabulary, SAMPLE_LENGTH, seed)
-    return [
-        f"**{vocabulary.decode(prompt.tolist())}** {vocabulary.decode(words)}"
-        for prompt, words in zip(prompts, continued)
-    ]
+    lines = []
+    for prompt, ids in zip(prompts, continued):
+        has_ended = ids[-1] == vocabulary.eos
+        words = vocabulary.decode(ids[:-1] if has_ended else ids)
+        end = EOS if has_ended else "…"
+        lines.append(f"**{vocabulary.decode(prompt.tolist())}** {words} {end}")
+    return lines
 
 
-def write_result(run: Run, step: int, text: Text, scores: dict) -> None:
-    """The scores of the test text: to eval/test.json, the picture beside it, TensorBoard, the log.
+def write_result(run: Run, step: int, model: LanguageModel, text: Text, scores: dict) -> None:
+    """The scores of the test text: to eval/test.json, two pictures beside it, TensorBoard, the log.
 
     Only rank 0 calls it.
     """
-    figures = ", ".join(f"{name.replace('_', ' ')} {scores[name]:.4f}" for name in SCORES)
-    run.log(f"test: {figures}")
+    score_list = ", ".join(f"{name.replace('_', ' ')} {scores[name]:.4f}" for name in SCORES)
+    run.log(f"test: {score_list}")
     if not run.config.data:
         run.log(f"note: {SAMPLE_NOTE}")
     result = {
@@ -152,9 +178,15 @@ def write_result(run: Run, step: int, text: Text, scores: dict) -> None:
     folder.mkdir(exist_ok=True)
     atomic_write(folder / "test.json", as_json(result))
     names, counts = scores["confusion"]["tokens"], scores["confusion"]["counts"]
-    figure = confusion_figure(names, counts)
-    figure.savefig(folder / "confusion.png", dpi=100)
-    run.telemetry.figure("test/confusion", step, figure)
+    shown = text.ids["test"][:TOKENS_SHOWN]
+    words = [text.vocabulary.tokens[id] for id in shown.tolist()]
+    figures = {
+        "confusion": confusion_figure(names, counts),
+        "token-loss": token_loss_figure(words, token_losses(model, shown, text.vocabulary)),
+    }
+    for name, figure in figures.items():
+        figure.savefig(folder / f"{name}.png", dpi=100)
+        run.telemetry.figure(f"test/{name}", step, figure)
     for number, row in enumerate(counts):
         guess = [*names, "another token"][row.index(max(row))]
         run.log(
@@ -181,3 +213,47 @@ def confusion_figure(names: list[str], counts: list[list[int]]):
     axes.set_ylabel("token in the test text")
     figure.colorbar(image, label="share of the row")
     return figure
+
+
+def token_loss_figure(words: list[str], losses: list[float]):
+    """A text as a matplotlib figure: each word on a colour, the darker the larger its loss."""
+    from matplotlib import colormaps
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+    from matplotlib.figure import Figure
+
+    colors = ScalarMappable(Normalize(0, 10), colormaps["Reds"])
+    places = positions_in_lines(words)
+    line_count = places[-1][0] + 1
+    figure = Figure(figsize=(8, 0.5 + 0.26 * line_count), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set(xlim=(0, LINE_LENGTH), ylim=(line_count, -1))
+    axes.axis("off")
+    fonts = ["DejaVu Sans Mono", *families("".join(words))]
+    style = dict(family=fonts, size=8, parse_math=False)
+    for word, loss, (line, column) in zip(words, losses, places):
+        box = dict(facecolor=colors.to_rgba(loss), edgecolor="none", pad=1.5)
+        ink = "white" if loss > 6 else "black"
+        axes.text(column, line, shown_word(word), color=ink, bbox=box, **style)
+    figure.colorbar(colors, ax=axes, label="loss in nats", aspect=8)
+    return figure
+
+
+def shown_word(word: str) -> str:
+    """A word in the picture of losses."""
+    return "↵" if word == EOS else word
+
+
+def positions_in_lines(words: list[str]) -> list[tuple[int, int]]:
+    """(line, column) of each word where a text is set in lines; <eos> ends a line, too."""
+    places = []
+    line = column = 0
+    for word in words:
+        size = len(shown_word(word)) + 1
+        if column + size > LINE_LENGTH and column > 0:
+            line, column = line + 1, 0
+        places.append((line, column))
+        column += size
+        if word == EOS:
+            line, column = line + 1, 0
+    return places

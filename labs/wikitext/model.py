@@ -22,20 +22,22 @@ class LanguageModel(nn.Module):
     """
 
     def __init__(self, vocabulary: int, sizes):
-        """`sizes`: the fields of Config from d_model to positions, and segment."""
+        """`sizes`: the fields of Config from d_model to positions, and seq_length."""
         super().__init__()
         width, d_embedding = sizes.d_model, sizes.d_embedding or sizes.d_model
         self.nhead = sizes.nhead
         self.embedding = nn.Embedding(vocabulary, d_embedding)
-        nn.init.normal_(self.embedding.weight, std=d_embedding**-0.5)
+        # As in GPT-2. The output weights are the same matrix: with much larger ones the untrained
+        # model would predict its own input token.
+        nn.init.normal_(self.embedding.weight, std=0.02)
         self.up, self.down = nn.Identity(), nn.Identity()
         if d_embedding != width:
             self.up = nn.Linear(d_embedding, width)  # E → D
             self.down = nn.Linear(width, d_embedding)  # D → E
         if sizes.positions == "learned":
-            self.positions = nn.Parameter(torch.randn(sizes.segment, width) * 0.02)
+            self.positions = nn.Parameter(torch.randn(sizes.seq_length, width) * 0.02)
         else:
-            self.register_buffer("positions", sinusoids(sizes.segment, width), persistent=False)
+            self.register_buffer("positions", sinusoids(sizes.seq_length, width), persistent=False)
         layer = nn.TransformerEncoderLayer(
             width,
             sizes.nhead,
@@ -45,12 +47,12 @@ class LanguageModel(nn.Module):
             norm_first=True,
         )
         self.encoder = nn.TransformerEncoder(
-            layer, sizes.layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
+            layer, sizes.num_layers, norm=nn.LayerNorm(width), enable_nested_tensor=False
         )
         self.dropout = nn.Dropout(sizes.dropout)
         self.bias = nn.Parameter(torch.zeros(vocabulary))
         # (S, S): True where a token must not look. Not part of the checkpoint.
-        causal_mask = torch.ones(sizes.segment, sizes.segment, dtype=torch.bool).triu(1)
+        causal_mask = torch.ones(sizes.seq_length, sizes.seq_length, dtype=torch.bool).triu(1)
         self.register_buffer("causal_mask", causal_mask, persistent=False)
 
     @torch.no_grad()
@@ -77,7 +79,7 @@ class LanguageModel(nn.Module):
         # Positions count from the first real token, so that padding on the left moves nothing.
         position = send((attention_mask.cumsum(1) - 1).clamp_min(0), device)  # (B, S)
         embedded = self.embedding(send(tokens, device))  # (B, S, E)
-        embedded = embedded * math.sqrt(self.embedding.embedding_dim)  # to variance 1
+        embedded = embedded * math.sqrt(self.embedding.embedding_dim)
         x = self.dropout(self.up(embedded) + F.embedding(position, self.positions))  # (B, S, D)
         causal_mask = self.causal_mask[:length, :length]
         if attention_mask[:, 0].all():
@@ -110,10 +112,12 @@ class SmoothedLoss(nn.Module):
         """All inputs (B, S) → the smoothed loss, summed, and the plain loss of each token, (N,)."""
         logits = self.model(tokens, attention_mask, counted).float()  # (N, V)
         truth = send(targets[counted], logits.device)  # (N,)
-        smoothed = F.cross_entropy(logits, truth, reduction="sum", label_smoothing=self.smoothing)
-        with torch.no_grad():
-            plain = F.cross_entropy(logits, truth, reduction="none")
-        return smoothed, plain
+        log_probabilities = logits.log_softmax(-1)  # (N, V)
+        plain = F.nll_loss(log_probabilities, truth, reduction="none")  # (N,)
+        # The target is 1 − s for the right word, and s shared among all words.
+        spread = -log_probabilities.mean(-1)  # (N,) the loss against equal shares
+        smoothed = ((1 - self.smoothing) * plain + self.smoothing * spread).sum()
+        return smoothed, plain.detach()
 
 
 def send(x: Tensor, device: torch.device) -> Tensor:
@@ -121,6 +125,13 @@ def send(x: Tensor, device: torch.device) -> Tensor:
     if x.device == device:
         return x
     return x.pin_memory().to(device, non_blocking=True)
+
+
+def unigram_entropy(ids: Tensor) -> float:
+    """Nats per token of a text (T,) for a model that knows only how frequent each word is in it."""
+    counts = ids.bincount().double()
+    shares = counts[counts > 0] / len(ids)
+    return -(shares * shares.log()).sum().item()
 
 
 def flops_per_token(model: LanguageModel, length: int) -> int:

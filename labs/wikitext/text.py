@@ -1,6 +1,6 @@
 """Text for the language model: files → splits → words → vocabulary → token ids.
 
-text = prepare("/opt/wikitext-2", ratios=(0.8, 0.1, 0.1), vocab=0, min_count=3)
+text = prepare("/opt/wikitext-2", ratios=(0.8, 0.1, 0.1), vocab_size=0, min_count=3)
 text.ids["train"]            # (T,) int64; every line ends with <eos>
 
 WikiText's own form is the default: words stand between spaces, rare ones are `<unk>`, an article
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import UserError
+from engine.files import atomic_write
 from text.reading import absolute_path, find_text, split_of
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,7 @@ SPLITS = ("train", "validation", "test")
 SUFFIXES = (".txt", ".tokens", ".raw", ".parquet")
 NOT_TEXT = ("copying", "licence", "license", "notice", "readme")  # documents that accompany a text
 UNK, EOS = "<unk>", "<eos>"
+VOCABULARY = "vocabulary.txt"  # the file of a run
 # The title line of a WikiText article, ` = Title = `; ` = = Section = = ` is not one.
 TITLE = re.compile(r"\s*= [^=].* =\s*")
 # For text that nobody has tokenised: a Han character, a word, or a mark by itself.
@@ -66,8 +68,7 @@ class Vocabulary:
 
     def save(self, run: Path) -> None:
         """Write vocabulary.txt, one word per line."""
-        words = "".join(f"{token}\n" for token in self.tokens)
-        (run / "vocabulary.txt").write_text(words, encoding="utf-8")
+        atomic_write(run / VOCABULARY, "".join(f"{token}\n" for token in self.tokens))
 
 
 @dataclass
@@ -95,17 +96,28 @@ class Text:
 
 
 def prepare(
-    path: str, ratios: tuple[float, ...], vocab: int, min_count: int, lowercase: bool = False
+    path: str,
+    ratios: tuple[float, ...],
+    vocab_size: int,
+    min_count: int,
+    lowercase: bool = False,
+    run: Path | None = None,
 ) -> Text:
     """Read, split and tokenise.
 
-    `path` "": the sample. `vocab` 0: the words seen at least `min_count` times.
+    `path` "": the sample. The vocabulary is that of `run`; without one, the `vocab_size` most
+    frequent words, or with `vocab_size` 0 those seen at least `min_count` times.
     """
-    notes = []
+    notes: list[str] = []
     splits = read_splits(path, ratios, notes)
     marks = has_marks_on_words(splits["train"], notes)
-    words = [cut_words(line, marks, lowercase) for line in splits["train"]]
-    vocabulary = Vocabulary(choose_words(words, vocab, min_count), marks, lowercase)
+    if run:
+        tokens = read_vocabulary(run)
+        notes.append(f"vocabulary: that of {run}")
+    else:
+        words = [cut_words(line, marks, lowercase) for line in splits["train"]]
+        tokens = choose_words(words, vocab_size, min_count)
+    vocabulary = Vocabulary(tokens, marks, lowercase)
     ids = {}
     for split, lines in splits.items():
         rows = [[*vocabulary.encode(line), vocabulary.eos] for line in lines]
@@ -116,6 +128,28 @@ def prepare(
     notes.append(f"vocabulary: {len(vocabulary.tokens):,} words; {UNK} is {shares}")
     notes.append("tokens: " + ", ".join(f"{len(ids[split]):,} {split}" for split in SPLITS))
     return Text(vocabulary, ids, notes)
+
+
+def read_vocabulary(run: Path) -> list[str]:
+    """The words of a run's vocabulary.txt, by id."""
+    try:
+        tokens = (run / VOCABULARY).read_text(encoding="utf-8").split("\n")[:-1]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {run / VOCABULARY} ({error}); restore it") from None
+    if UNK not in tokens or EOS not in tokens or len(set(tokens)) < len(tokens):
+        raise UserError(f"{run / VOCABULARY} is damaged; restore it, or start a new run")
+    return tokens
+
+
+def run_of(path: Path) -> Path:
+    """The run of this lab that `path` is or lies in: a checkpoint or a weights file, say."""
+    for folder in (path, *path.absolute().parents):
+        if (folder / VOCABULARY).exists():
+            return folder
+    raise UserError(
+        f"{path} is not a run of labs.wikitext, nor inside one (no folder has {VOCABULARY}); "
+        "name a run, its checkpoint or the weights file in it"
+    )
 
 
 # -------- files and splits
@@ -156,7 +190,7 @@ def find_files(path: Path) -> dict[str, list[Path]]:
         raise UserError(
             f"--data {path}: no such file or folder; give a text file, or a folder of them"
         )
-    files_of = {}
+    files_of: dict[str, list[Path]] = {}
     for file in sorted(path.iterdir()):
         is_text = file.suffix in SUFFIXES and file.stem.lower() not in NOT_TEXT
         if file.is_file() and is_text and not file.name.startswith("."):

@@ -1,6 +1,6 @@
 """The baseline of the language model: interpolated Kneser–Ney trigrams on the same tokens.
 
-python -m labs.wikitext.trigram --run runs/NAME      # on the text of a finished run
+python -m labs.wikitext.trigram NAME      # on the text of a finished run; default: the newest
 
 Same vocabulary, <unk>, <eos> after every line and test tokens. The discount is chosen on the
 validation text: nltk's default, 0.1, is far from the best.
@@ -20,7 +20,7 @@ from engine.config import flag, load_config, parse_flags
 from engine.errors import UserError, run_script
 from engine.run import find_run
 from labs.wikitext.__main__ import Config as TextConfig
-from labs.wikitext.text import find_data, prepare
+from labs.wikitext.text import VOCABULARY, find_data, prepare, run_of
 
 DISCOUNTS = (0.1, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 NLTK_DEFAULT = 0.1
@@ -30,7 +30,9 @@ NLTK_DEFAULT = 0.1
 class Config:
     """Every setting of this baseline."""
 
-    run: str = flag("", "finished run of labs.wikitext, to compare with its score", "Text")
+    ckpt: str = flag(
+        "", "finished run of labs.wikitext; default: the newest", "Text", first_word=True
+    )
 
 
 class Trigram:
@@ -44,12 +46,12 @@ class Trigram:
         ring = [*ids[-2:], *ids]
         self.trigrams = Counter(zip(ring, ring[1:], ring[2:]))
         # Of a context (a, b): how often a word follows it, and how many different words do.
-        self.context_times = Counter()
-        self.context_words = Counter()
+        self.context_times: Counter = Counter()
+        self.context_words: Counter = Counter()
         # Of a bigram (b, w): how many different tokens stand before it.
-        self.predecessors = Counter()
+        self.predecessors: Counter = Counter()
         # Of a token: in how many different trigrams it is the middle.
-        self.middles = Counter()
+        self.middles: Counter = Counter()
         for (a, b, w), times in self.trigrams.items():
             self.context_times[a, b] += times
             self.context_words[a, b] += 1
@@ -96,7 +98,7 @@ def read_scores(run: Path) -> tuple[int, float]:
     file = run / "eval/test.json"
     if not file.exists():
         raise UserError(
-            f"--run {run}: no eval/test.json there; name a run of labs.wikitext that has ended"
+            f"{run}: no eval/test.json there; name a run of labs.wikitext that has ended"
         )
     try:
         scores = json.loads(file.read_text(encoding="utf-8"))
@@ -105,17 +107,35 @@ def read_scores(run: Path) -> tuple[int, float]:
         raise UserError(f"{file} is damaged; `--resume` the run, which tests it again") from None
 
 
+def newest_run() -> Path:
+    """The finished run of this lab in runs/ that was tested last."""
+    tested = [
+        file
+        for file in Path("runs").glob("*/eval/test.json")
+        if (file.parents[1] / VOCABULARY).exists()
+    ]
+    if not tested:
+        raise UserError("no finished run of labs.wikitext in runs/; name one: --ckpt PATH/NAME")
+    return max(tested, key=lambda file: file.stat().st_mtime).parents[1]
+
+
+def best_discount(trigram: Trigram, validation: Sequence[int], eos: int) -> float:
+    """The discount with the lowest loss on the validation text."""
+    return min(DISCOUNTS, key=lambda discount: trigram.loss(validation, eos, discount))
+
+
 def main(config: Config) -> None:
     """Count, choose the discount on the validation text, print the test perplexities."""
-    run = find_run(config.run)
+    run = run_of(find_run(config.ckpt)) if config.ckpt else newest_run()
     data_key, perplexity = read_scores(run)
     settings = load_config(TextConfig, run / "config.json")
     text = prepare(
         find_data(settings.data),
         settings.split_ratios(),
-        settings.vocab,
+        settings.vocab_size,
         settings.min_count,
         settings.lowercase,
+        run,
     )
     text.check(run, data_key)
     train, validation, test = (
@@ -123,7 +143,7 @@ def main(config: Config) -> None:
     )
     eos = text.vocabulary.eos
     trigram = Trigram(train)
-    best = min(DISCOUNTS, key=lambda discount: trigram.loss(validation, eos, discount))
+    best = best_discount(trigram, validation, eos)
     print(f"{run}: test perplexity {perplexity:.2f}")
     for discount, name in ((NLTK_DEFAULT, "nltk's default"), (best, "best on validation")):
         loss = trigram.loss(test, eos, discount)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import struct
 import sys
 from collections import defaultdict
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, forked_ranks, records
 from helpers import handout_commands, refused
 from matplotlib.figure import Figure
@@ -20,8 +22,10 @@ from engine import checkpoint, distributed
 from engine.config import parse_flags
 from engine.run import Run
 from engine.telemetry import Telemetry
-from labs.lenet import mnist, pictures
-from labs.lenet.__main__ import Config, train
+from labs.lenet import convolution, lessons, mnist, pictures
+from labs.lenet.__main__ import Config, State, log_choices, train
+from labs.lenet.convolution import convolve_by_hand
+from labs.lenet.evaluation import evaluate
 from labs.lenet.mnist import Digits, draw_digits, find_folder, rows_of_epoch
 from labs.lenet.model import LeNet5, flops_per_image
 
@@ -51,8 +55,8 @@ def write_mnist(folder: Path, train: int, test: int, ending: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """1,001 training images (no multiple of the batch) and 301 test images."""
-    return write_mnist(tmp_path_factory.mktemp("mnist") / "files", 1001, 301)
+    """1,001 images to train on (no multiple of the batch), 91 to validate, 301 to test."""
+    return write_mnist(tmp_path_factory.mktemp("mnist") / "files", 1092, 301)
 
 
 def lab(*flags, stop_at: int = 0) -> dict[str, list[int]]:
@@ -89,6 +93,15 @@ def test_reads_what_was_written(tmp_path, ending, inside):
     assert torch.equal(image[0], torch.from_numpy(images[7]) / 255)
     batch, _ = digits[torch.tensor([3, 7])]
     assert torch.equal(batch, torch.stack([digits[3][0], image]))
+
+
+def test_the_last_twelfth_of_the_training_images_is_held_out(data):
+    images, labels = draw_digits(1092, 1)
+    train, validation = Digits(data, "train"), Digits(data, "validation")
+    assert (len(train), len(validation)) == (1001, 91)
+    for digits, rows in ((train, slice(0, 1001)), (validation, slice(1001, 1092))):
+        assert torch.equal(digits.images, torch.from_numpy(images[rows]))
+        assert torch.equal(digits.labels, torch.from_numpy(labels[rows]))
 
 
 def test_every_image_once_per_epoch_in_another_order():
@@ -159,9 +172,59 @@ def test_the_picture_of_the_filters_shows_every_weight():
         assert torch.equal(torch.tensor(tile), model.c3[0].weight[to, origin])
 
 
+def test_the_grid_shows_the_mistakes_with_the_most_certain_first():
+    images = torch.arange(80, dtype=torch.uint8).view(80, 1, 1).expand(80, 28, 28)
+    labels = torch.zeros(80, dtype=torch.int64)
+    logits = torch.zeros(80, 10)
+    logits[:, 0] = 9.0  # right
+    for number, certainty in ((3, 1.0), (7, 5.0), (5, 3.0)):
+        logits[number, 0], logits[number, 4] = 0.0, certainty
+    axes = [each for each in pictures.mistakes(images, labels, logits).axes if each.images]
+    assert [int(each.images[0].get_array()[0, 0]) for each in axes] == [7, 5, 3]
+    assert all(each.get_title().startswith("0 → 4") for each in axes)
+    wrong = torch.ones(80, dtype=torch.int64)
+    assert len(pictures.mistakes(images, wrong, logits).axes) == 60
+    assert pictures.mistakes(images[:1], labels[:1], logits[:1]).axes  # none to show
+
+
+def test_a_convolution_by_hand_is_pytorchs():
+    image, kernel, bias = torch.rand(9, 7), torch.rand(5, 5), torch.rand(())
+    expected = F.conv2d(image[None, None], kernel[None, None], bias[None])[0, 0]
+    torch.testing.assert_close(convolve_by_hand(image, kernel, bias), expected)
+
+
+def table_of(text: str) -> dict[str, list[str]]:
+    """First cell → the others, of all tables in a Markdown text."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return {cells[0]: cells[1:] for cells in rows}
+
+
+def test_the_lesson_on_relu_shows_its_symptoms(capsys):
+    lessons.main(lessons.Config(lesson="relu"))
+    printed = capsys.readouterr().out
+    assert "difference between the two: 0\n" in printed
+    found = table_of(printed)
+    assert found["`F.ReLU(x)`, as in the handout"][0].startswith("AttributeError")
+    assert found["`nn.Sequential(conv, F.relu)`"][0].endswith("is not a Module subclass")
+    assert found["`return nn.ReLU(x)` in `forward`"] == ["no error; returns ReLU"]
+    assert "got (ReLU, " in found["… and the layer that follows"][0]
+
+
+def test_the_lesson_on_containers_shows_what_a_list_hides(capsys):
+    lessons.main(lessons.Config(lesson="containers"))
+    found = table_of(capsys.readouterr().out)
+    sequential, module_list, plain = (found[name] for name in lessons.CONTAINERS)
+    assert sequential == module_list
+    assert sequential[:3] == ["12,610", "8", "6"] and plain[:3] == ["130", "2", "0"]
+    assert float(sequential[3]) < 0.1 < 0.5 < float(plain[3])
+    assert found["`nn.ModuleList(layers)(x)`"][0].startswith("NotImplementedError")
+    only_list = found["an optimizer for a model with a list only"][0]
+    assert only_list.endswith("empty parameter list")
+
+
 # ---- training
 
-FLAGS = ["--epochs", 2, "--batch", 25, "--log_every", 10]  # 41 steps per epoch
+FLAGS = ["--epochs", 2, "--batch_size", 25, "--log_every", 10]  # 41 steps per epoch
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +237,7 @@ def whole_run(data, tmp_path_factory) -> Path:
     per_epoch, at_the_end = [0, 41, 82], [82]
     assert drawn == {
         **{"filters": per_epoch, "feature maps": per_epoch},
-        "confusion": at_the_end,
+        **{"confusion": at_the_end, "mistakes": at_the_end},
     }
     return folder
 
@@ -192,12 +255,37 @@ def test_learns_and_writes_all_down(data, whole_run, report_of):
     assert list(records(run, "train/loss")) == [10, 20, 30, 40, 41, 50, 60, 70, 80, 82]
     assert list(records(run, "test/accuracy")) == [41, 82]
     assert records(run, "test/accuracy")[82] == result["accuracy"]
+    assert list(records(run, "valid/accuracy")) == [41, 82]
     names = {path.stem for path in (run / "eval").glob("*.png")}
-    assert names == {"filters", "feature-maps", "confusion"}
+    assert names == {"filters", "feature-maps", "confusion", "mistakes"}
+    model = LeNet5()
+    model.load_state_dict(checkpoint.load_weights(run / "checkpoints/last"))
+    held_out = evaluate(model, Digits(data, "validation"))
+    assert held_out["images"] == 91
+    assert records(run, "valid/loss")[82] == pytest.approx(held_out["loss"], rel=1e-5)
     page = report_of(run)
     assert "<code>Conv2d</code>" in page and f">{result['errors']}</data>" in page
     assert "LeCun et al. 1998" in page and "Radford" not in page
     assert 'FLOPs of a training image</dt><dd><data value="2263920"' in page
+
+
+def test_the_log_says_what_a_choice_by_the_test_images_would_have_shown():
+    lines = []
+    log_choices(lines.append, State(0, validation_errors=[5, 2, 2, 3], test_errors=[9, 7, 4, 6]))
+    assert lines[0].startswith("test errors: 6 after the last epoch, which is the result; 7 after")
+    assert "after epoch 2, the best by the validation images; 4 after the best by" in lines[0]
+
+
+def test_the_convolution_of_a_run_by_hand(whole_run, monkeypatch, capsys):
+    monkeypatch.chdir(whole_run)
+    convolution.main(convolution.Config(filter=3, row=10, column=12))  # of the newest run
+    printed = capsys.readouterr().out
+    by_hand = re.search(r"sum of the 25 products .* = (\S+)", printed)[1]
+    assert f"F.conv2d at row 10, column 12: {by_hand}\n" in printed
+    assert float(re.search(r"largest difference (\S+)", printed)[1]) < 1e-5
+    monkeypatch.chdir(whole_run.parent)
+    with refused("no finished run of labs.lenet in runs/"):
+        convolution.main(convolution.Config())
 
 
 def test_a_stopped_run_ends_as_the_whole_one(data, whole_run, monkeypatch):
@@ -209,6 +297,10 @@ def test_a_stopped_run_ends_as_the_whole_one(data, whole_run, monkeypatch):
     assert "resumed after step 20" in (run / "train.log").read_text(encoding="utf-8")
     for tag in ("train/loss", "test/loss", "test/accuracy"):
         assert records(run, tag) == records(whole, tag) != {}  # bit for bit
+    assert "test errors: " in (run / "train.log").read_text(encoding="utf-8")
+    states = [checkpoint.load_state(folder / "checkpoints/last") for folder in (run, whole)]
+    for name in ("validation_errors", "test_errors"):
+        assert states[0][name] == states[1][name] and len(states[0][name]) == 2
     ours, theirs = (checkpoint.load_weights(folder / "checkpoints/last") for folder in (run, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -249,7 +341,7 @@ def test_drawn_digits_never_pass_as_mnist(tmp_path, monkeypatch, report_of):
 def test_two_processes_train_alike(data, tmp_path, monkeypatch):
     """41 steps: differences of rounding grow with every step."""
     monkeypatch.chdir(tmp_path)
-    flags = ["--data", data, "--batch", 25, "--epochs", 1, "--log_every", 5]
+    flags = ["--data", data, "--batch_size", 25, "--epochs", 1, "--log_every", 5]
     lab(*flags, "--run", "one")
     two = [*flags, "--device", "cpu", "--run", "two"]
     forked_ranks(2, "labs/lenet/__main__.py", *two, cwd=tmp_path)
@@ -259,14 +351,33 @@ def test_two_processes_train_alike(data, tmp_path, monkeypatch):
     assert result_of(Path("runs/two"))["images"] == 301
 
 
-def test_lightning_learns_the_same(data, tmp_path, monkeypatch):
+def test_lightning_learns_the_same_and_writes_the_same_files(
+    data, tmp_path, monkeypatch, report_of
+):
     pytest.importorskip("lightning")
     from labs.lenet import lightning
 
     monkeypatch.chdir(tmp_path)
+    drawn = defaultdict(list)
+    monkeypatch.setattr("engine.devices.keep_freed_memory", lambda: True)
+    monkeypatch.setattr(Telemetry, "figure", lambda _, tag, step, figure: drawn[tag].append(step))
     # After 2 epochs the accuracy is 0.80 to 0.85, by the seed; after 6 it is 0.95 to 0.97.
-    scores = lightning.train(lightning.Config(data=str(data), epochs=6, batch=25))
-    assert scores["test/accuracy"] > 0.9
+    settings = dict(data=str(data), epochs=6, batch_size=25, device="cpu", log_every=10)
+    scores = lightning.train(Config(run="x", **settings))
+    assert scores["accuracy"] > 0.9
+    run = Path("runs/x")
+    ends = [41 * epoch for epoch in range(1, 7)]
+    for tag in ("valid/accuracy", "test/accuracy", "test/loss"):
+        assert list(records(run, tag)) == ends, tag
+    assert list(records(run, "test/accuracy").values())[-1] == pytest.approx(scores["accuracy"])
+    assert drawn["filters"] == drawn["feature maps"] == ends
+    assert result_of(run) == scores
+    page = report_of(run)
+    assert "(c1): Sequential(" in page and f">{scores['errors']}<" in page
+    environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    assert environment[0]["torch"] == torch.__version__ and environment[0]["seconds"] > 0
+    with refused("--resume: Lightning's checkpoints are pickle files"):
+        lightning.train(Config(resume="runs/x"))
 
 
 # ---- mistakes
@@ -300,7 +411,7 @@ def test_damaged_files_are_refused(tmp_path, ending, damage, words):
     "flags, words",
     [
         ("--data nowhere", "no MNIST files in nowhere"),
-        ("--batch 1 --data {data}", "has 1 image(s) for 2 processes"),
+        ("--batch_size 1 --data {data}", "has 1 image(s) for 2 processes"),
         ("--resume runs/whole --activation gelu", "would change a fixed setting"),
         ("--activation tanh --data {data}", "choose relu, gelu or MODULE:FUNCTION of labs/"),
         ("--activation labs.lenet:tanh --data {data}", "has no attribute 'tanh'; give MODULE"),
@@ -315,7 +426,7 @@ def test_mistakes_leave_all_as_it_was(data, whole_run, monkeypatch, flags, words
     monkeypatch.chdir(whole_run)
     if "processes" in words:
         two = distributed.World(0, 2, CPU)
-        monkeypatch.setattr(distributed, "start", lambda device: two)
+        monkeypatch.setattr(distributed, "init", lambda device: two)
         monkeypatch.setattr(distributed.World, "on_main", lambda world, work: work())
         monkeypatch.setattr(distributed.World, "maximum", lambda world, *values: list(values))
     before = sorted(whole_run.rglob("*"))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pyarrow
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, forked_ranks
 from helpers import handout_commands, refused
 from matplotlib.figure import Figure
@@ -22,9 +24,17 @@ from labs.wikitext import __main__ as wikitext
 from labs.wikitext import evaluation
 from labs.wikitext import text as texts
 from labs.wikitext.__main__ import HANDOUT, Config
-from labs.wikitext.evaluation import confusion_figure, evaluate, generate, windows
+from labs.wikitext.evaluation import (
+    confusion_figure,
+    evaluate,
+    generate,
+    positions_in_lines,
+    token_loss_figure,
+    token_losses,
+    windows,
+)
 from labs.wikitext.glove import load_glove
-from labs.wikitext.model import LanguageModel, SmoothedLoss
+from labs.wikitext.model import LanguageModel, SmoothedLoss, unigram_entropy
 from labs.wikitext.sampler import SegmentSampler, gather_segments, systematic
 from labs.wikitext.text import EOS, UNK, Vocabulary, find_data, prepare, read_lines, read_splits
 
@@ -34,9 +44,9 @@ RATIOS = (0.8, 0.1, 0.1)
 TINY = dict(
     d_model=16,
     nhead=2,
-    layers=1,
+    num_layers=1,
     dim_feedforward=32,
-    segment=8,
+    seq_length=8,
     precision="fp32",
     device="cpu",
     min_count=1,
@@ -203,6 +213,37 @@ def test_padding_on_either_side_changes_neither_loss_nor_gradient():
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)  # the losses are in fp32
 
 
+@pytest.mark.parametrize("d_embedding", [0, 50])
+def test_the_first_loss_is_the_unigram_entropy(d_embedding):
+    """The embedding is the output matrix too: large, it would predict the input token."""
+    shares = 1 / torch.arange(1.0, 301.0)
+    ids = shares.multinomial(8000, replacement=True)
+    torch.manual_seed(0)
+    model = LanguageModel(300, Config(d_embedding=d_embedding, dropout=0.0))
+    model.start_from_counts(ids)
+    tokens, targets, attention_mask = gather_segments(
+        ids, [(first, first + 64) for first in range(0, 8000, 64)], 0, 64
+    )
+    with torch.no_grad():
+        _, losses = SmoothedLoss(model, 0.1)(tokens, targets, attention_mask, attention_mask)
+    counts = ids.bincount() / len(ids)
+    entropy = -torch.special.xlogy(counts, counts).sum().item()
+    assert unigram_entropy(ids) == pytest.approx(entropy)
+    assert losses.mean().item() == pytest.approx(entropy, abs=0.1)
+
+
+def test_the_smoothed_loss_is_pytorchs():
+    model, tokens = tiny_model(), torch.randint(11, (3, 8))
+    attention_mask = torch.ones(3, 8, dtype=torch.bool)
+    targets = tokens.roll(-1, 1)
+    smoothed, losses = SmoothedLoss(model, 0.1)(tokens, targets, attention_mask, attention_mask)
+    logits = model(tokens, attention_mask).flatten(0, 1).float()
+    expected = F.cross_entropy(logits, targets.flatten(), reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(smoothed, expected)
+    torch.testing.assert_close(losses, F.cross_entropy(logits, targets.flatten(), reduction="none"))
+    assert not losses.requires_grad
+
+
 @pytest.mark.parametrize("tokens, length", [(1, 8), (30, 7)])
 def test_windows_count_every_token_once_after_half_a_window(tokens, length):
     spans = windows(tokens, length)
@@ -213,14 +254,15 @@ def test_windows_count_every_token_once_after_half_a_window(tokens, length):
 
 def test_scores_are_those_of_a_plain_loop_on_one_rank_and_two(monkeypatch):
     model, ids = tiny_model(), torch.randint(11, (61,))
-    total, right = 0.0, []
+    losses, right = [], []
     for place in range(61):  # one token at a time, with the context that its window gives
         first = next(first for first, counted, end in windows(61, 8) if counted <= place < end)
         context = torch.cat([torch.tensor([3]), ids])[first : place + 1]
         p = model(context[None], torch.ones(1, len(context), dtype=torch.bool))[0, -1].softmax(0)
-        total -= math.log(p[ids[place]].item())
+        losses.append(-math.log(p[ids[place]].item()))
         if p.argmax() == ids[place]:
             right.append(ids[place].item())
+    total = sum(losses)
     unk = right[0]
     vocabulary = SimpleNamespace(tokens=range(11), eos=3, unk=unk)
     monkeypatch.setattr(evaluation, "CONFUSED", 3)
@@ -228,6 +270,7 @@ def test_scores_are_those_of_a_plain_loop_on_one_rank_and_two(monkeypatch):
     assert scores["loss"] == pytest.approx(total / 61, rel=1e-6)
     assert scores["perplexity"] == pytest.approx(math.exp(total / 61), rel=1e-6)
     assert scores["accuracy"] == len(right) / 61
+    assert token_losses(model, ids, vocabulary) == pytest.approx(losses, rel=1e-5)
     known = 61 - ids.tolist().count(unk)
     assert scores["accuracy_without_unk"] == (len(right) - right.count(unk)) / known
     table = torch.tensor(scores["confusion"]["counts"])
@@ -242,13 +285,43 @@ def test_scores_are_those_of_a_plain_loop_on_one_rank_and_two(monkeypatch):
     assert sum(halves) == pytest.approx(scores["loss"]) and min(halves) > 0
 
 
-def test_samples_are_seeded_and_have_no_unknown_word():
+class Last(torch.nn.Module):
+    """A model of which the next token is likely the one after the last: a, b, c, … in a ring."""
+
+    def __init__(self, size: int, context: int):
+        super().__init__()
+        self.size = size
+        self.causal_mask = torch.zeros(context, context)
+
+    def forward(self, tokens, attention_mask):
+        assert tokens.size(1) <= len(self.causal_mask)
+        following = 2 + (tokens - 1) % (self.size - 2)  # of 2 to size − 1; 0 is <eos>, 1 <unk>
+        return 2.0 * torch.nn.functional.one_hot(following, self.size)
+
+
+def test_samples_continue_the_end_of_the_text_at_their_temperature():
+    vocabulary = Vocabulary([EOS, UNK, *"abcdef"])
+    model = Last(8, context=4)
+    prompts = [torch.tensor([2, 3, 4, 5, 6, 5, 6, 7])] * 2000  # a b c d e d e f; then a
+    first = [row[0] for row in generate(model, prompts, vocabulary, 1, seed=1)]
+    expected = math.exp(2 / 0.8) / (math.exp(2 / 0.8) + 6)  # <unk> is never drawn
+    assert first.count(2) / 2000 == pytest.approx(expected, abs=0.035)  # three deviations
+    assert first.count(1) == 0
+
+
+def test_samples_are_seeded_and_end_with_eos_or_the_limit():
     vocabulary = Vocabulary([EOS, UNK, *"abcdef"])
     model = tiny_model(8)
-    prompts = [torch.tensor([0, 1, 2]), torch.arange(12) % 5]  # the second is longer than a segment
-    first, again, other = (generate(model, prompts, vocabulary, 20, seed) for seed in (1, 1, 2))
+    prompts = [torch.tensor([0, 2, 3]), 2 + torch.arange(12) % 5] * 10  # the second is long
+    first, again, other = (generate(model, prompts, vocabulary, 6, seed) for seed in (1, 1, 2))
     assert first == again != other
-    assert all(len(row) == 20 and vocabulary.unk not in row for row in first)
+    ended = [row for row in first if row[-1] == vocabulary.eos]
+    assert 0 < len(ended) < len(first)
+    assert all(len(row) == 6 for row in first if row not in ended)
+    assert all(row.index(vocabulary.eos) == len(row) - 1 for row in ended)
+    text = texts.Text(vocabulary, {"validation": torch.arange(2, 8).repeat(40)}, [])
+    for line in evaluation.samples(model, text, "a b", seed=1):
+        assert line.startswith("**") and line.endswith((EOS, "…"))
 
 
 # ---- sampler
@@ -262,21 +335,26 @@ def record(made: SegmentSampler, segments: torch.Tensor, losses: torch.Tensor) -
 
 def made_sampler(count: int = 7, **settings) -> SegmentSampler:
     defaults = dict(sampling="dynamic", epochs=10, seed=5, resample_every=1)
-    config = SimpleNamespace(segment=8, **(defaults | settings))
+    config = SimpleNamespace(seq_length=8, **(defaults | settings))
     made = SegmentSampler(count * 8 - 3, config, CPU)
     record(made, torch.arange(count), torch.arange(count) / 2)
-    made.end_epoch(ALONE, 0)
     return made
 
 
-def test_probabilities_follow_the_formula():
-    made = made_sampler()
-    assert made.losses.tolist() == pytest.approx([number / 2 for number in range(7)])
-    for epoch in range(10):
-        weight = 0.0 if epoch == 0 else max(0.0, 1 - epoch / 7)
+def test_the_weight_is_the_gap_between_training_and_validation():
+    # Per token: 8 of each segment, 5 of the last.
+    training_loss = (sum(8 * number / 2 for number in range(6)) + 5 * 3) / 53
+    for gap, weight in ((0.5, 1 - math.exp(-0.5)), (-0.5, 0.0)):
+        made = made_sampler()
+        made.end_epoch(ALONE, 0, training_loss + gap)
+        assert made.losses.tolist() == pytest.approx([number / 2 for number in range(7)])
+        assert made.weight == pytest.approx(weight)
         powers = [math.exp(number / 2) for number in range(7)]
         expected = [(1 - weight) / 7 + weight * power / sum(powers) for power in powers]
-        assert made.probabilities(epoch).tolist() == pytest.approx(expected)
+        assert made.probabilities().tolist() == pytest.approx(expected)
+        drawn = made.plan(1).bincount(minlength=7)
+        assert ((drawn - 7 * torch.tensor(expected)).abs() < 1).all()
+        assert made.figures()["sampler/different_segments"] == (drawn > 0).sum()
 
 
 def test_systematic_draws_have_exactly_the_expected_counts():
@@ -288,28 +366,53 @@ def test_systematic_draws_have_exactly_the_expected_counts():
 
 
 def test_the_handouts_draws_are_static_dynamic_and_static_again():
-    """Ten epochs each, in another order, and a draw goes by the losses since the last one."""
+    """Ten epochs each, in another order, and a draw goes by the losses of the last epoch."""
     config = Config(**{name: HANDOUT[name] for name in ("sampling", "resample_every", "epochs")})
-    config.segment = 8
+    config.seq_length = 8
     made = SegmentSampler(50 * 8, config, CPU)
     plans = []
     for epoch in range(40):
         plan = made.plan(epoch)
-        record(made, plan, plan / 20 + epoch % 10)
         plans.append(plan)
-        made.end_epoch(ALONE, epoch)
-        if epoch == 14:  # in the middle of a draw: what it saw waits for the next
-            assert made.losses[7] == pytest.approx(7 / 20 + 4.5)
-            made.load_state_dict(json.loads(json.dumps(made.state_dict(ALONE))), ALONE)
+        record(made, plan[:20], plan[:20] / 20 + epoch % 10)
+        if epoch == 14:  # in the middle of an epoch, and of a draw
+            saved = json.loads(json.dumps(made.state_dict(ALONE)))
+            made = SegmentSampler(50 * 8, config, CPU)
+            made.load_state_dict(saved, ALONE)
+        record(made, plan[20:], plan[20:] / 20 + epoch % 10)
+        made.end_epoch(ALONE, epoch, validation_loss=12.0)
+        assert made.losses[plan[0]] == pytest.approx(plan[0].item() / 20 + epoch % 10)
     for first in (0, 10, 20, 30):
         draws = {tuple(plan.bincount(minlength=50).tolist()) for plan in plans[first : first + 10]}
         assert len(draws) == 1 and (draws == {(1,) * 50}) == (first in (0, 30))
         assert not torch.equal(plans[first], plans[first + 1])
-    assert made.weight(15) == made.weight(10) == pytest.approx(1 - 10 / 28)
-    sizes = [made.figures(epoch)["sampler/effective_sample_size"] for epoch in (10, 20, 30)]
-    assert sizes == sorted(sizes) and sizes[-1] == pytest.approx(50)
     config.seed = 2
     assert not torch.equal(SegmentSampler(50 * 8, config, CPU).plan(0), plans[0])
+
+
+def test_static_sampling_does_not_react():
+    made = made_sampler(sampling="static")
+    made.end_epoch(ALONE, 0, validation_loss=100.0)
+    assert made.weight == 0 and made.plan(1).sort().values.tolist() == list(range(7))
+
+
+def test_what_a_rank_computes_for_ddp_alone_is_no_visit():
+    made = made_sampler()
+    before = made.state_dict(ALONE)
+    made.record(torch.tensor([3]), torch.zeros(0), torch.zeros(1, 8, dtype=torch.bool))
+    assert made.state_dict(ALONE) == before
+
+
+def test_a_resumed_epoch_counts_its_visits_once_on_any_number_of_ranks():
+    saved = made_sampler().state_dict(ALONE)
+    assert max(saved["sums"]) == 20 and set(saved["visits"]) == {1}  # 3 nats each, 5 tokens; …
+    resumed = [made_sampler(), made_sampler()]
+    for rank, sampler in enumerate(resumed):
+        sampler.sums.zero_()
+        sampler.visits.zero_()
+        sampler.load_state_dict(saved, World(rank, 2, CPU))
+    assert sum(sampler.sums for sampler in resumed).tolist() == saved["sums"]
+    assert sum(sampler.visits for sampler in resumed).tolist() == saved["visits"]
 
 
 # ---- whole runs
@@ -324,14 +427,17 @@ def lab(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Figure, "savefig", lambda _, path, dpi: path.touch())
     monkeypatch.setattr(Telemetry, "figure", lambda *words: None)
-    monkeypatch.setattr(evaluation, "confusion_figure", lambda *words: Figure())
+    for picture in ("confusion_figure", "token_loss_figure"):
+        monkeypatch.setattr(evaluation, picture, lambda *words: Figure())
     # Not in the process of all tests.
     monkeypatch.setattr("engine.devices.keep_freed_memory", lambda: True)
 
     def run(stop_before: int = 10**9, **settings) -> Path:
         turns = iter(range(1, 10**9))
         monkeypatch.setattr(wikitext.Run, "stop_asked", lambda _: next(turns) >= stop_before)
-        defaults = {} if "resume" in settings else TINY | dict(epochs=2)
+        # The others have the sizes of a model that is there already.
+        is_new = not {"resume", "init"} & settings.keys()
+        defaults = TINY | dict(epochs=2) if is_new else {}
         config = checked(Config(**(defaults | settings)))
         config.given = set(defaults | settings)
         return wikitext.main(config)
@@ -356,7 +462,7 @@ def figures(run: Path) -> list[dict]:
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(lab, tmp_path):
     write(tmp_path / "text/a.txt", wiki(12))
     settings = dict(
-        data="text", sampling="dynamic", epochs=3, batch=8, log_every=1, embedding_share=0.3
+        data="text", sampling="dynamic", epochs=3, batch_size=8, log_every=1, embedding_share=0.3
     )
     whole = lab(run="whole", **settings)
     assert max(line["step"] for line in figures(whole)) == 15  # 5 per epoch
@@ -382,7 +488,7 @@ def test_the_speed_is_that_of_the_steps_since_the_last_validation(lab, tmp_path,
     monkeypatch.setattr(wikitext, "time", SimpleNamespace(perf_counter=lambda: seconds[0]))
     monkeypatch.setattr(wikitext.distributed.World, "set_seed", step_of_one_second)
     write(tmp_path / "a.txt", wiki(12))
-    folder = lab(run="x", data="a.txt", batch=8, log_every=3)  # 5 steps per epoch
+    folder = lab(run="x", data="a.txt", batch_size=8, log_every=3)  # 5 steps per epoch
     records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     speeds = [record["speed/tokens_per_second"] for record in records if "train/loss" in record]
     assert len(speeds) == 4 and max(speeds) < 1.5 * min(speeds)
@@ -406,7 +512,7 @@ def test_the_best_weights_are_tested(lab, tmp_path, monkeypatch):
 
 def test_the_first_stage_changes_nothing_but_embedding_and_positions(lab, tmp_path):
     write(tmp_path / "a.txt", wiki(12))
-    settings = dict(data="a.txt", epochs=2, batch=8, d_embedding=6, embedding_share=0.5)
+    settings = dict(data="a.txt", epochs=2, batch_size=8, d_embedding=6, embedding_share=0.5)
     run = lab(run="x", stop_before=2, **settings)
     changed, before = [], checkpoint.load_weights(run / "checkpoints/last")
     for turns in (4, 5):  # to step 4, to step 8; 5 steps per epoch, and stage 2 begins with step 6
@@ -422,7 +528,9 @@ def test_the_handouts_preset_writes_all_down(lab, tmp_path, report_of):
     write(tmp_path / "a.txt", wiki(12))
     glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
     # No dropout: attention is then one fused operation on a CPU, which the FLOP count has to see.
-    settings = dict(data="a.txt", epochs=1, batch=8, log_every=1, dropout=0.0, glove=str(glove))
+    settings = dict(
+        data="a.txt", epochs=1, batch_size=8, log_every=1, dropout=0.0, glove=str(glove)
+    )
     settings["embedding_share"] = 0.5
     run = lab(run="x", preset="handout", **settings)
     config = json.loads((run / "config.json").read_text())
@@ -444,11 +552,11 @@ def test_the_handouts_preset_writes_all_down(lab, tmp_path, report_of):
     assert "Pennington et al. 2014" in page and "data key" not in page
     matrices = [weight for name, weight in before.items() if name != "positions"]
     products = sum(weight.numel() for weight in matrices if weight.dim() == 2)
-    products += 2 * config["layers"] * config["segment"] * config["d_model"]  # of attention
+    products += 2 * config["num_layers"] * config["seq_length"] * config["d_model"]  # of attention
     assert f'FLOPs of a training token</dt><dd><data value="{6 * products}"' in page
 
     glove.unlink()  # a resumed run has its embedding already
-    lab(resume="runs/x", generate="The ship")
+    lab(resume="runs/x", prompt="The ship")
     with refused("--glove 'other.txt' would change a fixed setting"):
         lab(resume="runs/x", glove="other.txt")
     assert "sample: **the ship**" in (run / "train.log").read_text()
@@ -459,9 +567,10 @@ def test_the_commands_that_meet_the_handout(lab, tmp_path, monkeypatch):
     write(tmp_path / "DIR/text.txt", wiki(12))
     write(tmp_path / "FILE", "the 1 2 3 4\nship -3 0 1 4\n")
     commands = handout_commands(ROOT / "labs/wikitext/README.md")
-    commands.remove(("labs.collectives", ["--lesson", "ddp"]))  # tests/labs/test_collectives.py
-    assert len(commands) == 11
-    small = "--d_model 8 --nhead 1 --layers 1 --segment 8 --batch 64 --device cpu".split()
+    assert len(commands) == 12
+    small = (
+        "--d_model 8 --nhead 1 --num_layers 1 --seq_length 8 --batch_size 64 --device cpu".split()
+    )
     monkeypatch.setattr(wikitext, "HANDOUT", HANDOUT | {"dim_feedforward": 8})
     for number, (module, flags) in enumerate(commands):
         assert module == "labs.wikitext"
@@ -504,26 +613,73 @@ def test_learns_a_markov_text_to_its_entropy(lab, tmp_path):
     states = torch.randint(1, 3, (12_000,)).cumsum(0) % 6
     words = ["\n", "a ", "b ", "c ", "d ", "e "]
     write(tmp_path / "markov.txt", "".join(words[state] for state in states.tolist()))
-    settings = dict(epochs=4, segment=16, dropout=0.0, label_smoothing=0.0, embedding_share=0.0)
+    settings = dict(epochs=4, seq_length=16, dropout=0.0, label_smoothing=0.0, embedding_share=0.0)
     run = lab(run="m", data="markov.txt", lr=0.01, d_model=32, **settings)
     assert result_of(run)["loss"] == pytest.approx(math.log(2), abs=0.06)
 
 
 def test_two_processes_have_the_losses_of_one(lab, tmp_path):
-    write(tmp_path / "a.txt", wiki(12))
+    write(tmp_path / "text/train.txt", wiki(12))
+    # Words in an order that the training text does not have: sampling reacts.
+    write(tmp_path / "text/valid.txt", "small sailed . the crew = of The was ship\n" * 20)
     glove = write(tmp_path / "g.txt", "the 1 2 3 4\nship -3 0 1 4\n")
-    # The width of GloVe's vectors is settled by the text, which rank 0 alone reads.
-    settings = dict(data="a.txt", epochs=2, glove=str(glove), batch=7, dropout=0.0, log_every=1)
-    settings["sampling"] = "dynamic"
+    # The width of GloVe's vectors is settled by the text, which rank 0 alone reads. The last batch
+    # of an epoch has one segment: there is none for rank 1.
+    settings = dict(data="text", epochs=2, glove=str(glove), dropout=0.0, log_every=1)
+    settings |= dict(batch_size=2, lr=0.01, sampling="dynamic")
     one = lab(run="one", **settings)
     flags = []
     for name, value in (TINY | settings).items():
         flags += [f"--{name}", str(value)]
     forked_ranks(2, "labs/wikitext/__main__.py", "--run", "two", *flags, cwd=tmp_path)
     expected, two = figures(one), figures(Path("runs/two"))
+    segments = json.loads((one / "checkpoints/last/state.json").read_text())["sampler"]["segments"]
+    assert len(segments) % 2 == 1 and max(line.get("sampler/weight", 0) for line in expected) > 0
     assert len(expected) == len(two) > 10
     for ours, theirs in zip(two, expected):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+def test_a_run_begins_with_the_weights_and_vocabulary_of_another(lab, tmp_path):
+    write(tmp_path / "a.txt", wiki(12))
+    write(tmp_path / "b.txt", wiki(12, first=6).replace("ship", "boat"))
+    first = lab(run="first", data="a.txt", epochs=1, dim_feedforward=16, lowercase=True)
+    weights = checkpoint.load_weights(first / "checkpoints/last")
+    own = dict(data="b.txt", epochs=1, device="cpu", precision="fp32")
+    for number, source in enumerate(("first", "runs/first/checkpoints/last/model.safetensors")):
+        second = lab(init=source, run=f"second{number}", lr=1e-9, **own)
+        config = json.loads((second / "config.json").read_text())
+        assert config["dim_feedforward"] == 16 and config["lowercase"]
+        words = (second / "vocabulary.txt").read_text()
+        assert words == (first / "vocabulary.txt").read_text() and "boat" not in words
+        after = checkpoint.load_weights(second / "checkpoints/last")
+        for name, weight in weights.items():
+            torch.testing.assert_close(after[name], weight, rtol=1e-5, atol=1e-6)
+    # A stopped run does not need the other one any more.
+    stopped = lab(init="first", run="stopped", stop_before=3, **own)
+    shutil.rmtree(first)
+    lab(resume=str(stopped))
+    assert result_of(stopped)["tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(d_model=32), "its --d_model is 16, so it cannot be 32; leave the flag out"),
+        (dict(glove="g.txt"), "so --glove has no effect; leave the flag out"),
+        (dict(init="other"), "other does not exist; give a run directory"),
+        (dict(init="weights.pt"), "weights.pt is not a run of labs.wikitext, nor inside one"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(lab, tmp_path, settings, message):
+    write(tmp_path / "a.txt", wiki(12))
+    first = lab(run="first", data="a.txt", epochs=1)
+    torch.save(checkpoint.load_weights(first / "checkpoints/last"), tmp_path / "weights.pt")
+    config = checked(Config(**(dict(init="first", data="a.txt", run="x", device="cpu") | settings)))
+    config.given = set(settings)
+    with refused(message):
+        wikitext.main(config)
+    assert not Path("runs/x").exists()
 
 
 @pytest.mark.parametrize(
@@ -531,11 +687,11 @@ def test_two_processes_have_the_losses_of_one(lab, tmp_path):
     [
         (dict(ratios="0.8,0.3,0.1"), "three numbers above 0 that add up to 1"),
         (dict(ratios="0.8,nan,0.1"), "three numbers above 0 that add up to 1"),
-        (dict(vocab=2), "needs at least 3"),
+        (dict(vocab_size=2), "needs at least 3"),
         (dict(data="nowhere"), "no such file or folder"),
         (dict(data="blank.txt"), "holds no text"),
         (dict(data="line.txt"), "too few to cut 3 splits"),
-        (dict(data="short.txt", segment=64), "less than one --segment"),
+        (dict(data="short.txt", seq_length=64), "less than one --seq_length"),
         (dict(data="both"), "train is both wiki.train.raw, wiki.train.tokens; remove"),
         (dict(preset="handout"), "unpack https://nlp.stanford.edu/data/glove.6B.zip"),
         (dict(glove="broken.txt"), "not a file of vectors (line 2 has 2 numbers instead of 3)"),
@@ -564,6 +720,16 @@ def test_mistakes_are_named_in_one_line(lab, tmp_path, settings, message):
     with refused(message):
         lab(**dict(data="wiki.txt", run="x") | settings)
     assert not Path("runs/x").exists()
+
+
+def test_the_losses_of_a_text_are_set_in_lines():
+    words = ["a" * 40, "b" * 36, "c", EOS, EOS, "d"]
+    places = [(0, 0), (0, 41), (1, 0), (1, 2), (2, 0), (3, 0)]
+    assert positions_in_lines(words) == places
+    axes = token_loss_figure(words, [0.0, 1, 2, 3, 4, 20]).axes[0]
+    assert [text.get_text() for text in axes.texts] == [*words[:3], "↵", "↵", "d"]
+    darkness = [sum(text.get_bbox_patch().get_facecolor()[:3]) for text in axes.texts]
+    assert darkness == sorted(darkness, reverse=True)
 
 
 @pytest.mark.filterwarnings("error:Glyph")
