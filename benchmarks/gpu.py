@@ -6,8 +6,9 @@
 parity     tests/fast/test_device.py: every number format against float64 on the CPU
 training   benchmarks.training, plain and fast, in the formats of the card
 decoding   benchmarks.decoding: random weights and 40 tokens a sentence
+formats    sixty steps of train.py in every number format in which the card can train
 cards      the same steps of train.py on one card and, over NCCL, on all of them
-run        train.py for --minutes, then evaluate.py
+run        train.py for --minutes, with the flags in --train, then evaluate.py
 
 Every command is printed before it runs. One that fails is reported at the end, the others run all
 the same. The folder `--out` gets the runs, and log.txt with all that was printed.
@@ -40,6 +41,8 @@ TRAINING = {
     "fp16": "ours-fp16,ours-muon-fp16",
     "fp32": "ours-plain-fp32,ours-fp32,ours-muon-fp32",
 }
+# Of a card that trains in the key, the formats in which it can train.
+FORMATS = {"bf16": ("bf16", "fp16", "fp32"), "fp16": ("fp16", "fp32"), "fp32": ("fp32",)}
 LIMIT = 900  # seconds for a command, in addition to --minutes
 ALLOWED = 1e-2  # relative difference between the validation losses on one card and on all
 
@@ -57,6 +60,7 @@ class Config:
     minutes: float = flag(
         2.0, "minutes of training in the last stage; 0: no training", "How", min=0
     )
+    train: str = flag("", "flags of train.py in the last stage, in quotes", "How")
     seconds: float = flag(8.0, "seconds measured per turn", "How", above=0)
     out: str = flag("runs/benchmarks/gpu", "folder for runs and log.txt", "How")
 
@@ -109,16 +113,20 @@ def commands(config: Config, device: torch.device, dtype: str, folder: Path) -> 
     found = [f"PRESET={preset} DEVICE={device} {test}" for preset in presets]
     for preset in presets:
         found += [f"{train} --preset {preset}", f"{decode} --preset {preset}"]
+    steps = f"train.py {where} --max_steps 60 --eval_every 60 --dropout 0 --run {out}"
+    for name in FORMATS[dtype] if on_gpu else [dtype]:
+        found.append(f"{steps}/steps-{name} --precision {name}")
     if on_gpu:
         cards = torch.cuda.device_count()
-        steps = f"train.py {where} --max_steps 60 --eval_every 60 --dropout 0 --run {out}/cards"
+        steps = f"{steps}/cards"
         found.append(f"{steps}-1")
         if cards > 1:
             torchrun = f"-m torch.distributed.run --standalone --nproc_per_node {cards}"
             each_its_own = steps.replace(f"--device {device}", "--device cuda")
             found.append(f"{torchrun} -- {each_its_own}-all")
     if config.minutes:
-        found.append(f"train.py {where} --max_minutes {config.minutes} --run {out}/run")
+        limit = f"--max_minutes {config.minutes}"
+        found.append(f"train.py {where} {limit} --run {out}/run {config.train}".rstrip())
         found += [f"evaluate.py --ckpt {out}/run", f"evaluate.py --ckpt {out}/run --beam 5"]
     return found
 

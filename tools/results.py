@@ -1,10 +1,11 @@
-"""Write the pages of results and performance from the tables in docs/results/.
+"""Write three pages of measured numbers from the tables in docs/results/.
 
     python -m tools.results
 
-docs/results/results-*.json make docs/results.md and docs/results.zh-CN.md, performance-*.json the
-pages of performance. A file holds one table: its title, sentences above and below it, columns (key,
-English header, Chinese header) and rows. Measured numbers are entered there and nowhere else.
+docs/results/results-*.json make docs/results.md and docs/results.zh-CN.md; performance-*.json and
+what_did_not_help-*.json make the pages of these names. A file holds one table: its title, sentences
+above and below it, columns (key, English header, Chinese header) and rows. Measured numbers are
+entered there and nowhere else.
 """
 
 import argparse
@@ -14,12 +15,13 @@ from pathlib import Path
 from engine.tables import markdown_table
 
 FOLDER = Path(__file__).parent.parent / "docs"
-PAGES = ("results", "performance")
+PAGES = ("results", "performance", "what_did_not_help")
 SUFFIXES = {"en": ".md", "zh": ".zh-CN.md"}
 
 TITLES = {
     "results": {"en": "Results", "zh": "结果"},
     "performance": {"en": "Performance", "zh": "性能"},
+    "what_did_not_help": {"en": "What did not help", "zh": "没有帮助的做法"},
 }
 # Between two sentences; a line break in Chinese would be shown as a gap.
 SEPARATORS = {"en": "\n", "zh": ""}
@@ -73,7 +75,7 @@ def read_tables(page: str) -> list[dict]:
 
 def main() -> None:
     """Write all pages."""
-    argparse.ArgumentParser(description="write the pages of results and performance").parse_args()
+    argparse.ArgumentParser(description="write the pages of measured numbers").parse_args()
     for page in PAGES:
         for language, suffix in SUFFIXES.items():
             file = FOLDER / f"{page}{suffix}"

@@ -299,9 +299,10 @@ def test_the_commands_for_a_gpu_parse(device, tmp_path, monkeypatch):
     place = tmp_path / "with space"
     place.mkdir()
     monkeypatch.chdir(tmp_path)  # the commands run elsewhere
-    config = gpu.Config("tiny", data=place.name)
+    config = gpu.Config("tiny", data=place.name, train="--preset base --dropout 0.2")
     commands = gpu.commands(config, torch.device(device), "bf16", place)
     programs = []
+    trained = []  # the settings of each training
     for command in commands:
         words = command.replace("-m torch.distributed.run --standalone --nproc_per_node 2 -- ", "")
         words = words.replace(f"'{place}'", "PATH").replace("-m ", "").split()
@@ -314,7 +315,13 @@ def test_the_commands_for_a_gpu_parse(device, tmp_path, monkeypatch):
             assert choose(config.contestants, training.CONTESTANTS)
         if words[0] == "benchmarks.decoding":
             assert choose(config.contestants, decoding.OURS)
-    assert programs.count("train.py") == (1 if device == "cpu" else 3)
+        if words[0] == "train.py":
+            trained.append(config)
+    # The formats; then, on GPUs, one of them and both; last the run.
+    formats = ["bf16"] if device == "cpu" else ["bf16", "fp16", "fp32", "auto", "auto"]
+    assert [config.precision for config in trained] == [*formats, "auto"]
+    assert all(config.max_steps == 60 for config in trained[:-1])
+    assert (trained[-1].preset, trained[-1].dropout) == ("base", 0.2)
     on_both = [command for command in commands if "torch.distributed.run" in command]
     assert all("--device cuda " in command for command in on_both)
     assert programs[-1] == "evaluate.py"

@@ -1,4 +1,4 @@
-"""The pages of results and performance are those that the command writes."""
+"""The pages of measured numbers are those that the command writes."""
 
 import sys
 
