@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fast import build
 from fast.build import call, has_vnni, library, round_up
-from fast.layers import has_hooks, unknown_part
+from fast.layers import has_hooks, is_padding, unknown_part
 
 TOKENS_PER_BLOCK = 16  # kTokens: of the cache of keys and values
 
@@ -242,13 +242,12 @@ class CompiledEncoder(nn.TransformerEncoder):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool | None = None,
     ) -> Tensor:
-        """(B, S, D) → (B, S, D), 0 at padding.
+        """(B, S, D) → (B, S, D), 0 at padding. With other masks, PyTorch computes it.
 
-        Raises `NotImplementedError` for masks that C++ does not know, `ValueError` for inputs of
-        other shapes or formats.
+        Raises `ValueError` for inputs of other shapes or formats.
         """
-        if mask is not None or is_causal:
-            raise NotImplementedError("the compiled encoder knows the mask of padding only")
+        if mask is not None or is_causal or not is_padding(src_key_padding_mask, src):
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
         check_input(src, (len(src), src.size(1), self.stack.width))
         real = real_tokens(src, src_key_padding_mask)  # (B, S)
         x = src[real]  # a copy: (all tokens, D)

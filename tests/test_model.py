@@ -11,6 +11,7 @@ from conftest import TINY
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import model as model_py
 import train
 from engine.errors import UserError
 from model import (
@@ -267,3 +268,9 @@ def test_a_changed_attention_module_acts_in_evaluation_too():
     with torch.no_grad():
         model.encode(torch.tensor([[3, 4]]), torch.tensor([[False, True]]))
     assert len(called) == len(model.transformer.encoder.layers)
+
+
+def test_a_change_is_done_to_every_new_model(monkeypatch):
+    monkeypatch.setattr(model_py, "CHANGES", [lambda model: model.register_buffer("mark", None)])
+    model = model_py.make_translator(ModelConfig(40, 40, **TINY))
+    assert "mark" in model._buffers

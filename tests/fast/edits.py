@@ -44,7 +44,7 @@ GRU = """self.transformer = build_transformer(config)
         self.transformer.encoder = nn.GRU(config.d_model, config.d_model, batch_first=True)"""
 RELATIVE = """class Relative(nn.MultiheadAttention):
     def forward(self, query, key, value, **masks):
-        return super().forward(query, key + key.mean(1, keepdim=True), value, **masks)
+        return super().forward(query, 2 * key, value, **masks)
 
 
 def sinusoids("""
@@ -68,6 +68,20 @@ EDITS = [
     ),
     Edit("no causal mask", {"tgt_mask=self.causal_mask[first:end, :end],": ""}, fast=False),
     Edit("a hint that hides the mask", {"tgt_is_causal=False": "tgt_is_causal=True"}),
+    Edit(
+        "a hint that hides a window",
+        {
+            "square.triu(1)": "square.triu(1) | square.tril(-16)",
+            "tgt_is_causal=False": "tgt_is_causal=True",
+        },
+    ),
+    Edit(
+        "a window in the encoder",
+        {
+            "self.transformer.encoder(embedded, src": "self.transformer.encoder(embedded, "
+            "self.causal_mask[: src.size(1), : src.size(1)].T.roll(3, 0), src"
+        },
+    ),
     Edit("no mask at the source", {"            memory_key_padding_mask=src_pad,\n": ""}),
     Edit(
         "halved positions and a forbidden token",
@@ -113,6 +127,13 @@ EDITS = [
         "a second output head",
         also_in_init("self.second = nn.Linear(config.d_model, config.target_vocab)")
         | {LOGITS: "return self.output(hidden) + self.second(hidden)"},
+    ),
+    Edit(
+        "a token forbidden in logits",
+        {
+            LOGITS: "logits = self.output(hidden)\n        logits[..., 7] = -1e9\n"
+            "        return logits"
+        },
     ),
     Edit("a temperature", {LOGITS: "return self.output(hidden) / 2"}),
     Edit("a norm before the output", {LOGITS: "return self.output(F.normalize(hidden, dim=-1))"}),
@@ -173,7 +194,7 @@ EDITS = [
     Edit(
         "a hook",
         {
-            TRANSFORMER: f"{TRANSFORMER}\n        self.transformer.decoder.layers[1]."
+            TRANSFORMER: f"{TRANSFORMER}\n        self.transformer.decoder.layers[0]."
             "register_forward_hook(lambda module, inputs, output: 0.5 * output)"
         },
         fast=False,

