@@ -36,7 +36,9 @@ from text.reading import SAMPLE, default_path, find_text
 EVALUATE = Path(__file__).parent.parent / "evaluate.py"
 # evaluate.py reads these of a run; tokenizer is a folder.
 FILES_FOR_SCORING = (*FILES_OF_A_RUN, "data.json")
-TOLERANCE = 0.3  # BLEU; other number formats and processors give slightly other translations
+# BLEU. Other number formats and processors give slightly other translations; int8 on a CPU scores
+# 0.07 less than fp32 (docs/results.md).
+TOLERANCE = 0.3
 LONGEST_TEXT = 200  # characters of a student's text in a cell
 HEAD = ("place", "name", "BLEU again", "BLEU claimed", "parameters", "seed", "data", "notes")
 
@@ -100,7 +102,12 @@ def leaderboard(config: Config) -> None:
     # With a byte order mark, without which Excel takes the file for one in the machine's encoding.
     with open("leaderboard.csv", "w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file).writerows(rows)
-    print(f"\n{markdown_table(rows, padded=True)}\n\nwritten to leaderboard.md and leaderboard.csv")
+    # In the terminal the notes stand below: they would make the table too wide.
+    print(f"\n{markdown_table([row[:-1] for row in rows], padded=True)}\n")
+    for entry in entries:
+        for note in entry.notes:
+            print(f"{entry.name}: {note}")
+    print("written to leaderboard.md and leaderboard.csv")
 
 
 def folders_of_handins(words: list[str]) -> list[Path]:
@@ -121,7 +128,7 @@ def table_of(entries: list[Entry]) -> list[tuple]:
     """The rows of the table, best score first, those without a score last."""
     rows = []
     for entry in sorted(entries, key=lambda entry: (entry.bleu is None, -(entry.bleu or 0))):
-        better = sum(other.bleu > entry.bleu for other in entries if other.bleu and entry.bleu)
+        better = sum((other.bleu or 0) > (entry.bleu or 0) for other in entries)
         rows.append(
             (
                 "–" if entry.bleu is None else better + 1,
@@ -191,9 +198,16 @@ def weights_of(run: Path) -> Path:
 
 
 def parameters_in(weights: Path) -> int:
-    """The number of trained values; the tied output projection counts once."""
-    with safetensors.safe_open(weights, framework="numpy") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    """The number of trained values; the tied output projection counts once.
+
+    Raises `UserError` if the file is damaged.
+    """
+    try:
+        with safetensors.safe_open(weights, framework="numpy") as file:
+            names = list(file.keys())
+            shapes = {name: file.get_slice(name).get_shape() for name in names}
+    except safetensors.SafetensorError as error:
+        raise UserError(f"{weights.name} is damaged ({error})") from None
     return sum(math.prod(shape) for name, shape in shapes.items() if name != "output.weight")
 
 
@@ -220,7 +234,7 @@ def describe(entry: Entry, run: Path, sample: Any) -> None:
 
     reason = reason_of_end(run / "train.log")
     if reason == INTERRUPTED:
-        entry.notes.append("interrupted")
+        entry.notes.append("the run was interrupted")
     elif not reason:
         entry.notes.append("train.log does not say that the run ended")
 
