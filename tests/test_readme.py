@@ -172,7 +172,14 @@ def parse(program: str, flags: list[str], monkeypatch) -> None:
         assert not words, f"{program} takes no flags"
         return
     monkeypatch.setattr(sys, "argv", [program, *words])
-    parse_flags(config, positional={"translate.py": "text", "report.py": "runs"}.get(program))
+    parse_flags(
+        config,
+        positional={
+            "translate.py": "text",
+            "report.py": "runs",
+            "tools.leaderboard": "handins",
+        }.get(program),
+    )
 
 
 def settings_file() -> str:
@@ -276,6 +283,7 @@ NOT_RUN = {
     r"^bash run\.sh": "installs; tests/test_faults_run_sh.py starts it with a recording Python",
     r"-m pytest": "these tests",
     r"tools\.results": "writes into docs/; tests/tools/test_results.py compares the pages",
+    r"tools\.leaderboard": "needs hand-ins; tests/tools/test_leaderboard.py",
 }
 for pattern, package in {"--export": "ctranslate2", **EXTRAS}.items():
     if not importlib.util.find_spec(package):

@@ -20,7 +20,7 @@ import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import safetensors
 
@@ -31,7 +31,7 @@ from engine.run import INTERRUPTED
 from engine.tables import markdown_table
 from loading import FILES_OF_A_RUN, is_run_of_train
 from text.cleaning import split_to_score
-from text.reading import SAMPLE, default_path, find_text
+from text.reading import SAMPLE, SAMPLE_NOTICE, default_path, find_text, is_sample
 
 EVALUATE = Path(__file__).parent.parent / "evaluate.py"
 # evaluate.py reads these of a run; tokenizer is a folder.
@@ -86,24 +86,25 @@ def leaderboard(config: Config) -> None:
             f"{config.data} has no {config.split} split (it has {', '.join(text.files)}); "
             "give --split or other --data"
         )
-    sample = find_text(str(SAMPLE)).fingerprint()
+    of_sample = list(find_text(str(SAMPLE)).fingerprint().values())
 
     entries = []
     for number, folder in enumerate(folders, 1):
-        entry = assess(folder, config, sample)
+        entry = assess(folder, config, of_sample)
         outcome = "not scored" if entry.bleu is None else f"BLEU {entry.bleu:.2f}"
         print(f"{number}/{len(folders)}  {entry.name}: {outcome}", flush=True)
         entries.append(entry)
     note_copies(entries)
 
     rows = [HEAD, *table_of(entries)]
-    title = f"# Leaderboard\n\n{config.data}, split {config.split}, greedy decoding\n\n"
+    notice = f"; {SAMPLE_NOTICE}" if is_sample(text) else ""
+    title = f"# Leaderboard\n\n{config.data}, split {config.split}, greedy decoding{notice}\n\n"
     Path("leaderboard.md").write_text(f"{title}{markdown_table(rows)}\n", encoding="utf-8")
     # With a byte order mark, without which Excel takes the file for one in the machine's encoding.
     with open("leaderboard.csv", "w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file).writerows(rows)
     # In the terminal the notes stand below: they would make the table too wide.
-    print(f"\n{markdown_table([row[:-1] for row in rows], padded=True)}\n")
+    print(f"\n{title}{markdown_table([row[:-1] for row in rows], padded=True)}\n")
     for entry in entries:
         for note in entry.notes:
             print(f"{entry.name}: {note}")
@@ -147,12 +148,12 @@ def table_of(entries: list[Entry]) -> list[tuple]:
 # ---------------------------------------------------------------- one hand-in
 
 
-def assess(folder: Path, config: Config, sample: Any) -> Entry:
-    """All about one hand-in; `sample` is the fingerprint of the bundled sample."""
+def assess(folder: Path, config: Config, of_sample: list[str]) -> Entry:
+    """All about one hand-in; `of_sample` are the hashes of the bundled sample's splits."""
     entry = Entry(plain(folder.name))
     try:
         run = run_in(folder)
-        describe(entry, run, sample)
+        describe(entry, run, of_sample)
         weights = weights_of(run)
         entry.weights = hashlib.sha256(weights.read_bytes()).hexdigest()
         entry.parameters = parameters_in(weights)
@@ -211,7 +212,7 @@ def parameters_in(weights: Path) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if name != "output.weight")
 
 
-def describe(entry: Entry, run: Path, sample: Any) -> None:
+def describe(entry: Entry, run: Path, of_sample: list[str]) -> None:
     """What the files of the run say: seed, data, curve, and how it ended."""
     seed = read_json(run / "config.json").get("seed")
     entry.seed = seed if isinstance(seed, int) else None
@@ -221,9 +222,10 @@ def describe(entry: Entry, run: Path, sample: Any) -> None:
     kept = counts.get("kept") if isinstance(counts, dict) else None
     pairs = f", {kept:,} pairs" if isinstance(kept, int) else ""
     entry.data = plain(Path(str(data.get("path", "?"))).name + pairs)
+    learned = data.get("fingerprint")  # split -> hash
     if not data:
         entry.notes.append("data.json missing or damaged")
-    elif data.get("fingerprint") == sample:
+    elif isinstance(learned, dict) and any(part in of_sample for part in learned.values()):
         entry.notes.append("trained on the bundled sample")
 
     curve = losses(run / "metrics.jsonl")
@@ -275,8 +277,9 @@ def claimed_score(run: Path, rows: str) -> float | None:
     for file in (run / "eval").glob("*.json"):
         figures = read_json(file)
         score = figures.get("nltk")
-        is_score = isinstance(score, (int, float)) and math.isfinite(score)
-        if is_score and figures.get("rows") == rows and figures.get("decoding") == "greedy":
+        if not isinstance(score, (int, float)) or not math.isfinite(score):
+            continue
+        if figures.get("rows") == rows and figures.get("decoding") == "greedy":
             scores.append(float(score))
     return max(scores, default=None)
 

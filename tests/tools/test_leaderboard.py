@@ -139,7 +139,8 @@ def test_what_a_teacher_should_look_at_is_noted(tiny_run, tmp_path, table_for):
     stopped = log.replace(": finished", ": interrupted")
     (runs["halted"] / "train.log").write_text(stopped, encoding="utf-8")
     (runs["killed"] / "train.log").write_text(log.partition("stopped after")[0], encoding="utf-8")
-    change(runs["of_the_sample"] / "data.json", fingerprint=find_text(str(SAMPLE)).fingerprint())
+    of_sample = find_text(str(SAMPLE)).fingerprint()
+    change(runs["of_the_sample"] / "data.json", fingerprint={"train": of_sample["train"]})
     claim(runs["honest"], "these", 9.2)
     claim(runs["boastful"], "these", 9.4)
     claim(runs["silent"], "others", 9.0)
@@ -188,7 +189,7 @@ def test_a_hand_in_that_cannot_be_scored_is_a_row_with_the_reason(
 ):
     run = hand_in(tiny_run, tmp_path / "student" / "run")
     spoil(run)
-    entry = assess(tmp_path / "student", Config(), "")
+    entry = assess(tmp_path / "student", Config(), [])
     assert entry.bleu is None
     assert reason in entry.notes[0] and entry.notes[0] == plain(entry.notes[0])
 
