@@ -1,5 +1,6 @@
 """What the pages tell people to type exists, takes its flags and runs; both languages agree."""
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -245,6 +246,37 @@ def test_every_file_exists(page):
         assert f"def {name}" in tests, name
 
 
+def definition(file: str, name: str) -> str:
+    """The source of a function, class, method or constant of a file, such as Class.method."""
+    text = read(file)
+    node = ast.parse(text)
+    for part in name.split("."):
+        found = [child for child in node.body if part in names_defined_by(child)]
+        assert found, f"{file}: {name}"
+        node = found[0]
+    return ast.get_source_segment(text, node)
+
+
+def names_defined_by(statement: ast.stmt) -> list[str]:
+    """The names that a definition or an assignment makes."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return [statement.name]
+    targets = getattr(statement, "targets", [getattr(statement, "target", None)])
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_every_definition_that_a_page_names_exists(page):
+    """`file.py: name`; other code in the same cell of a table is a part of it."""
+    for cell in re.split(r"\||\n", read(page)):
+        spans = re.findall("`([^`]+)`", cell)
+        places = [re.fullmatch(r"([\w/]+\.py): ([\w.]+)", span) for span in spans]
+        for place in filter(None, places):
+            source = definition(*place.groups())
+            others = [span for span, other in zip(spans, places) if not other]
+            assert all(other in source for other in others), cell
+
+
 def test_the_pages_that_programs_name_exist():
     """`docs/page.md` in an error line or a comment, or `docs/page.md#heading`."""
     programs = [path for folder in PROGRAMS for path in ROOT.glob(folder)]
@@ -361,6 +393,9 @@ def run_as_typed(command: str, folder: Path, steps: int = 2) -> None:
         flags[flags.index("--run") + 1] += f"-{len(os.listdir(folder / 'runs'))}"
     if "--help" in command:
         flags.append("--help")
+    if "--workers" in flags:
+        # More workers than cores make PyTorch warn, and ranks other than 0 print nothing.
+        flags[flags.index("--workers") + 1] = "1"
     shutil.rmtree(folder / "exported", ignore_errors=True)
     if command.startswith("torchrun"):
         count = int(re.search(r"--nproc_per_node (\d+)", command)[1])
