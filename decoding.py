@@ -30,11 +30,8 @@ from torch import Tensor, nn
 
 import fast
 from data import Collate
-from engine.distributed import World
 from engine.errors import UserError
 from model import Translator
-from text.cleaning import normalise
-from text.subwords import decode, encode, special_ids
 
 # What is decoded at once. On a CPU each thread decodes a batch of its own, so memory grows with
 # their number: for 2**15 tokens, the `lab` model keeps up to 0.5 GiB of keys and values.
@@ -109,11 +106,11 @@ class CachedDecoder(nn.TransformerDecoder):
             if layer.norm_first:
                 x = x + self.attend_own(layer, layer.norm1(x), own_mask, index)
                 x = x + self.attend_source(layer, layer.norm2(x), index)
-                x = x + feed_forward(layer, layer.norm3(x))
+                x = x + _feed_forward(layer, layer.norm3(x))
             else:
                 x = layer.norm1(x + self.attend_own(layer, x, own_mask, index))
                 x = layer.norm2(x + self.attend_source(layer, x, index))
-                x = layer.norm3(x + feed_forward(layer, x))
+                x = layer.norm3(x + _feed_forward(layer, x))
         self.length += 1
         if self.norm is None:
             return x
@@ -124,7 +121,7 @@ class CachedDecoder(nn.TransformerDecoder):
         """Keys and values of the memory (B, S, D) in every layer."""
         self.source_mask = None if padding is None else ~padding[:, None, None, :]
         for layer in self.layers:
-            keys, values = project(layer.multihead_attn, memory, "kv")
+            keys, values = _project(layer.multihead_attn, memory, "kv")
             self.source_keys.append(keys)
             self.source_values.append(values)
 
@@ -132,10 +129,10 @@ class CachedDecoder(nn.TransformerDecoder):
         self, layer: nn.TransformerDecoderLayer, x: Tensor, mask: Tensor | None, index: int
     ) -> Tensor:
         """Self-attention of the newest token to itself and those before it: (N, 1, D), as result"""
-        query, key, value = project(layer.self_attn, x, "qkv")  # (N, H, 1, W) each
+        query, key, value = _project(layer.self_attn, x, "qkv")  # (N, H, 1, W) each
         keys, values = self.append(index, key, value)
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        return layer.dropout1(join_heads(layer.self_attn, attended))
+        return layer.dropout1(_join_heads(layer.self_attn, attended))
 
     def append(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep a layer's key and value of one token, (N, H, 1, W); returns all up to it."""
@@ -157,9 +154,9 @@ class CachedDecoder(nn.TransformerDecoder):
         keys, values = self.source_keys[index], self.source_values[index]
         # The K rows of a sentence attend to one source as K queries: it need not be copied.
         together = x.reshape(keys.size(0), -1, x.size(2))  # (B, K, D)
-        (query,) = project(layer.multihead_attn, together, "q")  # (B, H, K, W)
+        (query,) = _project(layer.multihead_attn, together, "q")  # (B, H, K, W)
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=self.source_mask)
-        return layer.dropout2(join_heads(layer.multihead_attn, attended).reshape(x.shape))
+        return layer.dropout2(_join_heads(layer.multihead_attn, attended).reshape(x.shape))
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, (sentences, hypotheses): indices into the current rows.
@@ -181,13 +178,13 @@ class CachedDecoder(nn.TransformerDecoder):
             self.source_mask = self.source_mask.index_select(0, sentences)
 
 
-def feed_forward(layer: nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
+def _feed_forward(layer: nn.TransformerDecoderLayer, x: Tensor) -> Tensor:
     """(N, 1, D) → (N, 1, D)"""
     inner = layer.dropout(layer.activation(layer.linear1(x)))
     return layer.dropout3(layer.linear2(inner))
 
 
-def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Tensor]:
+def _project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Tensor]:
     """(N, T, D) → the wanted ones of query, key and value, "qkv", "q" or "kv": (N, H, T, W) each.
 
     `nn.MultiheadAttention` keeps the three weights in one matrix, query on top.
@@ -201,7 +198,7 @@ def project(attention: nn.MultiheadAttention, x: Tensor, which: str) -> list[Ten
     return list(projected.permute(2, 0, 3, 1, 4))
 
 
-def join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
+def _join_heads(attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
     """(N, H, T, W) → (N, T, D)"""
     return attention.out_proj(x.transpose(1, 2).flatten(2))
 
@@ -333,7 +330,7 @@ class Decoder:
         decoders = [part for part in model.modules() if isinstance(part, nn.TransformerDecoder)]
         # PyTorch's modules, and those that stand in their place while decoding.
         self.replaced: dict[nn.Module, nn.Module] = {}
-        reason = why_no_cache(model, decoders)
+        reason = _why_no_cache(model, decoders)
         if not reason:
             self.replaced = {decoder: CachedDecoder.of(decoder) for decoder in decoders}
             reason = self.why_no_agreement()
@@ -385,7 +382,7 @@ class Decoder:
             for part, part_here in self.replaced.items()
         }
         decoders = [part for part in parts.values() if isinstance(part, nn.TransformerDecoder)]
-        return Steps(with_parts(self.model, parts), decoders, self.output, src, src_pad)
+        return Steps(_with_parts(self.model, parts), decoders, self.output, src, src_pad)
 
     @torch.inference_mode()
     def why_no_agreement(self) -> str:
@@ -403,7 +400,7 @@ class Decoder:
         tgt = ids % model.config.target_vocab
         lengths = torch.linspace(1, length, 4, device=device).long()
         src_pad = torch.arange(length, device=device) >= lengths[:, None]
-        with comparing(model):
+        with _comparing(model):
             prefixes = Prefixes(model, src, src_pad)
             steps = self.start(src, src_pad)
             for position in range(length):
@@ -412,12 +409,12 @@ class Decoder:
                     found = steps.hidden(tgt[:, position], position)
                 except Exception as error:
                     return f"`decode` with one token ends with {type(error).__name__}: {error}"
-                if not same_numbers(found, expected):
+                if not _same_numbers(found, expected):
                     return "`decode` of one token is not the end of `decode` of all tokens"
         return ""
 
 
-def why_no_cache(model: Translator, decoders: list[nn.TransformerDecoder]) -> str:
+def _why_no_cache(model: Translator, decoders: list[nn.TransformerDecoder]) -> str:
     """Why `CachedDecoder` cannot stand for the decoders of this model; empty if it can."""
     if "first" not in inspect.signature(model.decode).parameters:
         return "`decode` has no argument `first`"
@@ -443,12 +440,12 @@ def why_no_cache(model: Translator, decoders: list[nn.TransformerDecoder]) -> st
     return ""
 
 
-def with_parts(module: nn.Module, parts: dict[nn.Module, nn.Module]) -> nn.Module:
+def _with_parts(module: nn.Module, parts: dict[nn.Module, nn.Module]) -> nn.Module:
     """A copy of a model with other modules in the place of some; it shares all weights."""
     if module in parts:
         return parts[module]
     children = {
-        name: None if child is None else with_parts(child, parts)
+        name: None if child is None else _with_parts(child, parts)
         for name, child in module._modules.items()
     }
     if all(child is module._modules[name] for name, child in children.items()):
@@ -458,7 +455,7 @@ def with_parts(module: nn.Module, parts: dict[nn.Module, nn.Module]) -> nn.Modul
     return copy
 
 
-def same_numbers(found: Tensor, expected: Tensor) -> bool:
+def _same_numbers(found: Tensor, expected: Tensor) -> bool:
     """Whether they differ by rounding only, row by row: (N, D), (N, D).
 
     Rounding alone gives about 1e-6 of the largest number of a row.
@@ -472,7 +469,7 @@ def same_numbers(found: Tensor, expected: Tensor) -> bool:
 
 
 @contextmanager
-def comparing(model: nn.Module) -> Iterator[None]:
+def _comparing(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in evaluation mode and in full precision.
 
     Afterwards every module is in training or evaluation mode as before: a part that does not learn
@@ -537,14 +534,14 @@ class Hypotheses:
     def best(self, count: int) -> tuple["Hypotheses", Tensor]:
         """The `count` best of each sentence, best first, and their indices among the M, (B, K)."""
         scores, index = self.scores.topk(min(count, self.scores.size(1)))
-        return Hypotheses(take_hypotheses(self.tokens, index), scores), index
+        return Hypotheses(_take_hypotheses(self.tokens, index), scores), index
 
     def of_sentences(self, index: Tensor) -> "Hypotheses":
         """Those of some of the sentences."""
         return Hypotheses(self.tokens[index], self.scores[index])
 
 
-def take_hypotheses(tokens: Tensor, index: Tensor) -> Tensor:
+def _take_hypotheses(tokens: Tensor, index: Tensor) -> Tensor:
     """(B, M, T) and indices among the M, (B, K) → (B, K, T)"""
     index = index[:, :, None].expand(-1, -1, tokens.size(2))  # the same for all positions
     return tokens.gather(1, index)
@@ -583,7 +580,7 @@ def beam_search(
     for length in range(1, longest + 1):
         # Each of the K active hypotheses has one continuation that ends it, by eos. So at most K of
         # the 2·K best candidates have ended, and at least K can go on.
-        candidates, parents = expand(state, active, 2 * beam)
+        candidates, parents = _expand(state, active, 2 * beam)
         ended = candidates.tokens[:, :, -1] == eos  # (B, 2K)
         at_limit = limits[sentences] == length  # (B,)
         penalty = length**length_penalty
@@ -592,7 +589,7 @@ def beam_search(
         stopped = (ended | at_limit[:, None]) & ~done[:, None]
         scores = (candidates.scores / penalty).masked_fill(~stopped, -math.inf)
         newly_finished = Hypotheses(candidates.tokens[:, :beam], scores[:, :beam])
-        finished = merge_finished(finished, newly_finished, eos)
+        finished = _merge_finished(finished, newly_finished, eos)
 
         # The K best of those that have not ended stay active.
         width = active.scores.size(1)  # rows of a sentence: 1, then K
@@ -622,7 +619,7 @@ def beam_search(
     return output, output_scores
 
 
-def expand(state: DecoderState, active: Hypotheses, count: int) -> tuple[Hypotheses, Tensor]:
+def _expand(state: DecoderState, active: Hypotheses, count: int) -> tuple[Hypotheses, Tensor]:
     """The `count` likeliest continuations of each sentence's hypotheses by one token, best first.
 
     Returns them, scored by their log-probabilities, and the index of the active hypothesis that
@@ -636,12 +633,12 @@ def expand(state: DecoderState, active: Hypotheses, count: int) -> tuple[Hypothe
     scores, index = sums.topk(min(count, sums.size(1)))  # (B, C)
     parents = index // ids.size(1)
     new_tokens = ids.view(len(sums), -1).gather(1, index)
-    prefixes = take_hypotheses(active.tokens, parents)
+    prefixes = _take_hypotheses(active.tokens, parents)
     tokens = torch.cat([prefixes, new_tokens[:, :, None]], 2)  # one longer
     return Hypotheses(tokens, scores), parents
 
 
-def merge_finished(finished: Hypotheses, newly_finished: Hypotheses, eos: int) -> Hypotheses:
+def _merge_finished(finished: Hypotheses, newly_finished: Hypotheses, eos: int) -> Hypotheses:
     """The best of both, as many as there are places; the earlier ones are one token shorter."""
     padded = F.pad(finished.tokens, (0, 1), value=eos)
     tokens = torch.cat([padded, newly_finished.tokens], 1)
@@ -673,7 +670,7 @@ class Hypothesis:
     tokens: list[int]  # without begin and end
     score: float | None = None  # see `beam_search`; greedy search has none
     ended: bool = True  # False: it was cut at the limit
-    text: str = ""  # set by `translate_lines`
+    text: str = ""  # set by translation.py
 
 
 def plan_batches(
@@ -817,80 +814,3 @@ def map_in_threads(function: Callable, items: list, workers: int) -> Iterator:
         # After an error or Ctrl-C, batches that have not begun are dropped.
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
-
-
-# ---------------------------------------------------------------- text
-
-
-@dataclass
-class Translations:
-    """The translations of lines, in their order, and facts about them."""
-
-    texts: list[str]
-    nbest: list[list[tuple[str, float | None]]]  # texts and scores of each line, best first
-    tokens: int  # of `texts`, end tokens included
-    capped: int  # how many of `texts` reached the limit without ending
-    cut: int  # how many sources were cut, because the model has fewer positions
-
-
-def translate_lines(
-    decoder: Decoder,
-    source_tokenizer,
-    target_tokenizer,
-    lines: list[str],
-    *,
-    beam: int = 1,
-    nbest: int = 0,
-    length_penalty: float = 1.0,
-    world: World | None = None,
-    progress: Callable = iter,
-) -> Translations | None:
-    """Translate lines of text; the options are those of `search`.
-
-    With a `world` of several ranks each of them translates some of the batches. Rank 0 returns the
-    translations of all lines, the others None.
-    """
-    model = decoder.model
-    longest = model.config.max_length - 1  # one place is left for the end token
-    # One token more than fits shows which sources are cut.
-    clean = [normalise(line) for line in lines]
-    sources = encode(source_tokenizer, clean, longest + 1)
-    cut = sum(len(source) > longest for source in sources)
-    sources = [source[:longest] for source in sources]
-    collate = Collate(special_ids(source_tokenizer), special_ids(target_tokenizer))
-    lengths = [len(source) for source in sources]
-    batches = plan_for(model, lengths, beam, ranks=world.size if world else 1)
-    if world:
-        # Rank 0 plans for all: machines with different numbers of threads would plan differently.
-        batches = world.on_main(lambda: batches)[world.rank :: world.size]
-    found = search(
-        decoder,
-        sources,
-        collate,
-        beam=beam,
-        nbest=nbest,
-        length_penalty=length_penalty,
-        batches=batches,
-        progress=progress,
-    )
-    # This rank's share of the sentences: index -> hypotheses, now with texts.
-    own_share = {index: found[index] for batch in batches for index in batch}
-    flat = [hypothesis for of_sentence in own_share.values() for hypothesis in of_sentence]
-    texts = decode(target_tokenizer, [hypothesis.tokens for hypothesis in flat])
-    for hypothesis, text in zip(flat, texts, strict=True):
-        hypothesis.text = text
-    shares = world.gather(own_share) if world else [own_share]
-    if shares is None:
-        return None
-    for share in shares:
-        for index, hypotheses in share.items():
-            found[index] = hypotheses
-    # An empty source is in no batch: its hypothesis is empty too, and does not count below.
-    best = [hypotheses[0] for hypotheses, source in zip(found, sources) if source]
-    return Translations(
-        texts=[hypotheses[0].text for hypotheses in found],
-        nbest=[[(one.text, one.score) for one in hypotheses] for hypotheses in found],
-        tokens=sum(len(hypothesis.tokens) + hypothesis.ended for hypothesis in best),
-        capped=sum(not hypothesis.ended for hypothesis in best),
-        cut=cut,
-    )

@@ -81,7 +81,6 @@ from pathlib import Path
 import torch
 
 from data import collate_for
-from decoding import Translations, translate_lines
 from engine import checkpoint, distributed
 from engine.distributed import World
 from engine.files import atomic_write
@@ -99,6 +98,7 @@ from text.reading import (
     is_sample,
 )
 from text.subwords import encode
+from translation import Translations, translate_lines
 
 
 def evaluate(config: Config) -> None:

@@ -21,7 +21,7 @@ from engine.errors import UserError
 from engine.files import atomic_write, names_place
 from engine.precision import Precision, choose_precision
 from engine.run import find_run, load_weights_into
-from model import ModelConfig, Translator
+from model import ModelConfig, Translator, make_translator
 from text.subwords import load_tokenizer
 
 # A folder that has all of these is a run of train.py.
@@ -66,7 +66,7 @@ def load_chosen(chosen: Path, average: int = 1) -> Trained:
     else:
         weights = checkpoint.load_weights(chosen)
         name = str(chosen)
-    model = Translator(sizes)
+    model = make_translator(sizes)
     load_weights_into(model, weights, chosen)
     if not all(weight.isfinite().all() for weight in weights.values()):
         raise UserError(f"{chosen} has weights that are not finite; use an earlier checkpoint")

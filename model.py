@@ -18,6 +18,7 @@ Sizes in shape comments:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -211,6 +212,21 @@ class Translator(nn.Module):
                 f"{length} tokens are more than the {self.config.max_length} positions of the model"
             )
         return length
+
+
+# What is done to every new model; labs/attention_op/train.py adds something.
+CHANGES: list[Callable[[Translator], object]] = []
+
+
+def make_translator(config: ModelConfig) -> Translator:
+    """The model of all scripts: training, validation, evaluation, translation and --check.
+
+    A class of your own goes here, instead of `Translator`.
+    """
+    model = Translator(config)
+    for change in CHANGES:
+        change(model)
+    return model
 
 
 def build_transformer(config: ModelConfig) -> nn.Transformer:

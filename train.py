@@ -160,7 +160,15 @@ from engine.run import INTERRUPTED, Run, saved_settings, with_values
 from engine.telemetry import progress_bar
 from loading import save_description
 from micro_batches import micro_batches_that_fit
-from model import PRESETS, ModelConfig, SummedLoss, Translator, sizes_of, training_flops
+from model import (
+    PRESETS,
+    ModelConfig,
+    SummedLoss,
+    Translator,
+    make_translator,
+    sizes_of,
+    training_flops,
+)
 from text.reading import SAMPLE_NOTICE
 from validation import Validation
 
@@ -212,7 +220,7 @@ def train(config: Config) -> Path:
         # Every rank draws the same weights from the same seed, so none has to be sent.
         torch.manual_seed(config.seed)
         fast.keep_tensors_together(world.device)  # on a CPU: less memory, less time
-        model = Translator(sizes).to(world.device)
+        model = make_translator(sizes).to(world.device)
         if config.shard:
             world.shard(model, log)
         loss_of = make_loss(model, config, precision, log)
@@ -409,7 +417,7 @@ def resolve(
 
     def trial_loss() -> nn.Module:
         """Of a model for the trial alone."""
-        return make_loss(Translator(sizes).to(world.device), config, precision)
+        return make_loss(make_translator(sizes).to(world.device), config, precision)
 
     accumulate = config.accumulate
     if not accumulate and config.shard and world.size > 1:

@@ -74,11 +74,11 @@ import sys
 from functools import partial
 from itertools import islice
 
-from decoding import translate_lines
 from engine import distributed
 from loading import load_for_decoding
 from text.input import groups_of_lines
 from text.sentences import join, sentences
+from translation import translate_lines
 
 
 def translate(config: Config) -> None:

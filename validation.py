@@ -10,15 +10,16 @@ import numpy as np
 import torch
 
 from data import BucketSampler, Prepared, collate_for
-from decoding import Decoder, Translations, translate_lines
+from decoding import Decoder
 from engine.distributed import full_tensor, is_sharded
 from engine.meters import perplexity
 from engine.precision import Precision
 from engine.run import Run
 from engine.tables import markdown_table, plain
-from model import SummedLoss, Translator
+from model import SummedLoss, Translator, make_translator
 from text.bleu import corpus_bleu
 from text.selection import evenly_spaced
+from translation import Translations, translate_lines
 
 # Of the validation split, evenly spaced, translated each time; evaluate.py scores all rows.
 BLEU_ROWS = 500
@@ -136,6 +137,6 @@ def unsharded(model: Translator) -> Translator:
     """The model; of a sharded one (FSDP2) a plain copy with all weights. All ranks must call."""
     if not is_sharded(model):
         return model
-    copy = Translator(model.config).to(model.output.weight.device)
+    copy = make_translator(model.config).to(model.output.weight.device)
     copy.load_state_dict({name: full_tensor(weight) for name, weight in model.state_dict().items()})
     return copy

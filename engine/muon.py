@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.distributed import distribute_like, full_tensor
-from engine.optimizer import ADAMW
 
 # Momentum: Jordan et al. 2024. Weight decay: in short runs 0.01, 0.1 and 1.0 were worse; in runs
 # of 8 and 20 epochs 0.01 was as good (docs/results.md).
@@ -40,8 +39,9 @@ class Muon(torch.optim.AdamW):
         others: list[nn.Parameter],
         lr: float,
         dtype: torch.dtype,
+        **adamw,
     ):
-        super().__init__(others, lr, **ADAMW)
+        super().__init__(others, lr, **adamw)
         self.add_param_group({"params": matrices, **MUON})
         self.dtype = dtype
 

@@ -32,7 +32,7 @@ def make_muon(
     matrices = [weight for weight in hidden_layers.parameters() if weight.ndim == 2]
     chosen = set(map(id, matrices))
     others = [weight for weight in model.parameters() if id(weight) not in chosen]
-    return Muon(matrices, others, lr, dtype)
+    return Muon(matrices, others, lr, dtype, **ADAMW)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def can_slice(logits: Callable[[Tensor], Tensor], output: nn.Module) -> bool:
     if torch.compiler.is_compiling() or type(output) is not nn.Linear or has_hooks(output):
         return False
     weight = output.weight
-    if type(weight) is not nn.Parameter or output.bias is None:
+    is_sharded = hasattr(weight, "device_mesh")
+    if is_sharded or output.bias is None:
         return False
     if autocast_dtype(weight) == torch.float16:
         return False

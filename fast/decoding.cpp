@@ -451,8 +451,12 @@ void encode(const Stack& model, float* x, const int64_t* lengths, int64_t rows, 
 void decode(const Stack& model, const CacheAddresses& cache, const bool* hidden, float* x, int64_t N, int64_t position, Workspace& s) {
   const int64_t D = model.width, H = model.heads, W = D / H;
   s.fit(N, model);
-  s.mask.assign((position / kTokens + 1) * kTokens, 0);
-  for (int64_t t = 0; hidden && t <= position; ++t) s.mask[t] = hidden[t] ? kMinusInfinity : 0;
+  const float* mask = nullptr;  // with a causal mask, the newest token sees all others
+  if (hidden && std::any_of(hidden, hidden + position + 1, [](bool is_hidden) { return is_hidden; })) {
+    s.mask.assign((position / kTokens + 1) * kTokens, 0);
+    for (int64_t t = 0; t <= position; ++t) s.mask[t] = hidden[t] ? kMinusInfinity : 0;
+    mask = s.mask.data();
+  }
   for (int64_t l = 0; l < model.count; ++l) {
     const Layer& layer = model.layers[l];
     add_and_norm(model, layer.norms[0], x, s, N, [&](const float* x, float* y) {
@@ -464,7 +468,7 @@ void decode(const Stack& model, const CacheAddresses& cache, const bool* hidden,
           const float* key = query + D + h * W;
           append(block(position / kTokens, h), position % kTokens, key, key + D, W);
         }
-        attend_heads(model, query, s.mask.data(), position + 1, block, &s.attended[n * D]);
+        attend_heads(model, query, mask, position + 1, block, &s.attended[n * D]);
       }
       apply(layer.own_out, s.attended.data(), N, s.rounded, y);
     });

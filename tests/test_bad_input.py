@@ -24,7 +24,18 @@ PAIRS = reversed_digits(90)
 SPLITS = {"train": slice(0, 60), "validation": slice(60, 75), "test": slice(75, 90)}
 TINY = [*TINY_FLAGS, "--max_length", "64"]
 COMMANDS = {
-    "train": ["train.py", *TINY, "--max_steps", "2", "--device", "cpu", "--run", "new"],
+    "train": [
+        "train.py",
+        *TINY,
+        "--max_steps",
+        "2",
+        "--eval_every",
+        "2",
+        "--device",
+        "cpu",
+        "--run",
+        "new",
+    ],
     "resume": ["train.py", "--resume", "runs/good", "--max_steps", "4", "--device", "cpu"],
     "evaluate": ["evaluate.py", "--device", "cpu"],
     "translate": ["translate.py", "--device", "cpu"],

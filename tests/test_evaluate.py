@@ -14,7 +14,7 @@ from conftest import ROOT, TINY_FLAGS, forked, forked_ranks, reversed_digits, wr
 
 import evaluate as script
 from data import collate_for
-from decoding import Decoder, Hypothesis, Translations, translate_lines
+from decoding import Decoder, Hypothesis
 from engine.checkpoint import save
 from engine.distributed import World
 from engine.errors import UserError
@@ -33,6 +33,7 @@ from model import Translator
 from text.bleu import FIGURES, corpus_bleu
 from text.reading import find_text, fingerprint_of
 from text.subwords import encode
+from translation import Translations, translate_lines
 
 CPU = World(0, 1, torch.device("cpu"))
 PAIRS = reversed_digits(1500)

@@ -108,7 +108,7 @@ def test_the_vocabularies_of_a_sample_are_those_of_all_rows(tmp_path, pairs, cap
     out = capsys.readouterr().out
     parameters = int(re.search(r"model: about ([\d,]+) parameters", out)[1].replace(",", ""))
     with torch.device("meta"):
-        model = preflight.Translator(preflight.sizes_of(config(), 900, 1000))
+        model = preflight.make_translator(preflight.sizes_of(config(), 900, 1000))
     assert parameters == sum(weight.numel() for weight in model.parameters())
     assert re.search(r"about [\d,]+ steps per epoch", out)
 

@@ -9,9 +9,10 @@ import torch
 from conftest import fork_ranks, forked, run_script
 
 import translate as script
-from decoding import Decoder, translate_lines
+from decoding import Decoder
 from engine.errors import UserError
 from loading import load_trained
+from translation import translate_lines
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from test_train import prepared_of
 
 import validation
-from decoding import Translations
 from engine.distributed import World
 from engine.precision import choose_precision
 from loading import load_trained
 from model import Translator
 from text.bleu import corpus_bleu
 from tools.reporting.attention import attention_of
+from translation import Translations
 from validation import Validation
 
 

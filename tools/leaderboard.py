@@ -267,8 +267,8 @@ def reason_of_end(log: Path) -> str:
     except (OSError, ValueError):
         return ""
     last_session = text.rpartition("resumed after step")[2]
-    reasons = re.findall(r"stopped(?: after step [\d,]+)?: (.+)", last_session)
-    return reasons[-1].strip() if reasons else ""
+    reason = re.search(r"stopped(?: after step [\d,]+)?: (.+)", last_session)
+    return reason[1].strip() if reason else ""
 
 
 def claimed_score(run: Path, rows: str) -> float | None:

@@ -35,7 +35,7 @@ from engine.optimizer import make_optimizer
 from engine.precision import Precision, choose_precision
 from engine.run import folder_of, refuse_begun
 from micro_batches import fewest_micro_batches
-from model import ModelConfig, SummedLoss, Translator, sizes_of
+from model import ModelConfig, SummedLoss, make_translator, sizes_of
 from text.cleaning import REASONS, hash_of_pair, missing_splits
 from text.reading import (
     ParallelText,
@@ -244,7 +244,7 @@ class Costs:
         tokens = sum(int(of_side.sum()) + len(of_side) for of_side in lengths.values())  # and ends
         sizes = sizes_of(config, *self.vocabularies)
         with torch.device("meta"):  # shapes without numbers
-            parameters = sum(weight.numel() for weight in Translator(sizes).parameters())
+            parameters = sum(weight.numel() for weight in make_translator(sizes).parameters())
         check_disk(
             folder_of(config.run or "new").parent, disk_needed(parameters, tokens, config.keep)
         )
@@ -310,7 +310,7 @@ class Trial:
         self.pairs = sample.train
         self.collate = collate_for(sample)
         torch.manual_seed(config.seed)
-        self.model = Translator(sizes).to(self.device)
+        self.model = make_translator(sizes).to(self.device)
         if config.fast:
             fast.use_kernels(self.model, precision.dtype)
         self.loss_of = SummedLoss(self.model, config.label_smoothing, sliced=config.fast)

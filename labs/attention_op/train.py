@@ -7,11 +7,11 @@ The weights are those of the stock model, so `python evaluate.py` scores such a 
 
 from dataclasses import dataclass
 
+import model
 import train
 from engine.config import flag, parse_flags
 from engine.errors import run_script
 from labs.attention_op import use_in
-from model import Translator
 
 
 @dataclass
@@ -23,13 +23,7 @@ class Config(train.Config):
 
 def main(config: Config) -> None:
     """Training as train.py does it, with every attention layer of the model replaced."""
-
-    def translator_by_hand(sizes) -> Translator:
-        model = Translator(sizes)
-        use_in(model, config.attention)
-        return model
-
-    train.Translator = translator_by_hand
+    model.CHANGES.append(lambda translator: use_in(translator, config.attention))
     train.main(config)
 
 

@@ -386,7 +386,7 @@ def test_help_fits_80_columns_in_groups(script, tmp_path):
     result = run_script(f"{script}.py", "--help", cwd=tmp_path, PYTHONPROFILEIMPORTTIME="1")
     assert result.returncode == 0 and "torch" not in result.stderr  # its import takes seconds
     lines = result.stdout.splitlines()
-    assert max(map(len, lines)) <= 80 and f"python {script}.py [SETTINGS.yaml]" in lines[0]
+    assert max(map(len, lines)) <= 80 and f"{script}.py [SETTINGS.yaml]" in lines[0]
     flags = fields(import_module(script).Config)
     groups = dict.fromkeys(flag.metadata["group"] for flag in flags)  # each once
     assert [line[:-1] for line in lines[1:] if not line.startswith(" ")] == [*groups]

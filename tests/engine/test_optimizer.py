@@ -54,7 +54,7 @@ def test_moves_as_pytorchs_muon_and_adamw(found_inf):
     adamw = torch.optim.AdamW(others, 1e-2, **ADAMW)
     expected = take_steps([theirs, adamw], [*matrices, *others], gradients)
     matrices, others, gradients = weights_with_gradients(4)
-    ours = Muon(matrices, others, 1e-2, torch.bfloat16)
+    ours = Muon(matrices, others, 1e-2, torch.bfloat16, **ADAMW)
     ours.found_inf = found_inf
     moved = take_steps([ours], [*matrices, *others], gradients)
     # Four updates of at most 0.2 · √24 · 0.01 each, in bf16 (8 bits), which round differently.
@@ -63,7 +63,7 @@ def test_moves_as_pytorchs_muon_and_adamw(found_inf):
 
 def test_a_gradient_that_is_not_finite_moves_nothing():
     matrices, others, gradients = weights_with_gradients(2)
-    muon = Muon(matrices, others, 1e-2, torch.float32)
+    muon = Muon(matrices, others, 1e-2, torch.float32, **ADAMW)
     before = take_steps([muon], [*matrices, *others], gradients[:1])
     muon.found_inf = torch.tensor(1.0)
     nans = [gradient * float("nan") for gradient in gradients[1]]
@@ -74,12 +74,12 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
 
 def test_a_saved_one_continues_as_if_never_stopped():
     matrices, others, gradients = weights_with_gradients(4)
-    muon = Muon(matrices, others, 1e-2, torch.float32)
+    muon = Muon(matrices, others, 1e-2, torch.float32, **ADAMW)
     expected = take_steps([muon], [*matrices, *others], gradients)
     matrices, others, gradients = weights_with_gradients(4)
-    first = Muon(matrices, others, 1e-2, torch.float32)
+    first = Muon(matrices, others, 1e-2, torch.float32, **ADAMW)
     take_steps([first], [*matrices, *others], gradients[:2])
-    second = Muon(matrices, others, 1.0, torch.float32)
+    second = Muon(matrices, others, 1.0, torch.float32, **ADAMW)
     second.load_state_dict(first.state_dict())
     resumed = take_steps([second], [*matrices, *others], gradients[2:])
     assert all(map(torch.equal, resumed, expected))
@@ -106,7 +106,7 @@ def test_orthogonal():
 def test_a_matrix_whose_gradient_vanishes_comes_to_rest():
     """Also when the momentum has decayed so far that its square underflows in fp32."""
     matrices, others, gradients = weights_with_gradients(1)
-    muon = Muon(matrices, others, 1e-2, torch.float32)
+    muon = Muon(matrices, others, 1e-2, torch.float32, **ADAMW)
     muon.param_groups[1]["weight_decay"] = 0.0
     before = take_steps([muon], [*matrices, *others], gradients)
     for weight in matrices:

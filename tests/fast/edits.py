@@ -48,6 +48,12 @@ RELATIVE = """class Relative(nn.MultiheadAttention):
 
 
 def sinusoids("""
+HALVED = """class Halved(nn.TransformerDecoderLayer):
+    def forward(self, *inputs, **masks):
+        return 0.5 * super().forward(*inputs, **masks)
+
+
+def sinusoids("""
 
 EDITS = [
     Edit("nothing", {}),
@@ -150,6 +156,19 @@ EDITS = [
             "            layer.multihead_attn.__class__ = Relative",
         },
         fast=False,
+    ),
+    Edit(
+        "a decoder layer of one's own",
+        {
+            "def sinusoids(": HALVED,
+            TRANSFORMER: f"{TRANSFORMER}\n        for layer in self.transformer.decoder.layers:\n"
+            "            layer.__class__ = Halved",
+        },
+        fast=False,
+    ),
+    Edit(
+        "the length of the source beside each word",
+        {DECODE: f"{DECODE.rstrip(',')} + (~src_pad).sum(1)[:, None, None] / 16,"},
     ),
     Edit(
         "a hook",

@@ -201,7 +201,7 @@ def test_damaged_descriptions_cost_no_score(tiny_run, tmp_path, table_for, conte
         (run / name).write_bytes(content)
     claim(run, "these", float("nan"))
     row = table_for(tmp_path / "handins", {"student": (9.0, "x")})["student"]
-    assert row["BLEU again"] == "9.00"
+    assert (row["BLEU again"], row["BLEU claimed"]) == ("9.00", "")
     assert "metrics.jsonl missing or damaged" in row["notes"]
 
 

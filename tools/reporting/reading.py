@@ -21,7 +21,7 @@ import torch
 from engine.errors import UserError
 from engine.layers import Layer, layers_of
 from engine.run import find_run
-from model import ModelConfig, Translator
+from model import ModelConfig, make_translator
 from text.cleaning import held_out_rows
 from text.reading import find_text, fingerprint_of
 from tools.reporting.words import Words
@@ -405,7 +405,7 @@ def layers_of_translator(sizes: ModelConfig) -> list[Layer]:
     with torch.device("meta"):  # computes shapes only
         source = torch.zeros(3, 7, dtype=torch.long)
         target = torch.zeros(3, 5, dtype=torch.long)
-        rows = layers_of(Translator(sizes), source, source == 0, target)
+        rows = layers_of(make_translator(sizes), source, source == 0, target)
     return [replace(row, shape=[letters.get(n, n) for n in row.shape]) for row in rows]
 
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from decoding import Decoder, translate_lines
+from decoding import Decoder
 from engine.errors import UserError
 from engine.precision import Precision
 from loading import Trained
@@ -31,6 +31,7 @@ from text.cleaning import normalise
 from text.sentences import join, sentences
 from text.subwords import encode
 from tools.reporting.attention import attention_of
+from translation import translate_lines
 
 LONGEST_TEXT = 20_000  # characters, about ten pages
 MOST_HYPOTHESES = 10

@@ -12,12 +12,13 @@ import pytest
 import torch
 from conftest import HANGS
 
-from decoding import Decoder, translate_lines
+from decoding import Decoder
 from engine.errors import UserError
 from loading import load_trained
 from text.subwords import load_tokenizer, special_ids
 from tools.serving.export import export, write_card
 from translate import Config, translate
+from translation import translate_lines
 
 pytest.importorskip("ctranslate2")
 LINES = ["一二三", "九八七六五四", "没见过的字 English", "", "零"]

@@ -15,12 +15,13 @@ import pytest
 import torch
 from conftest import HANGS, Forked
 
-from decoding import Decoder, translate_lines
+from decoding import Decoder
 from engine.errors import UserError
 from engine.precision import choose_precision
 from loading import load_trained
 from text.sentences import sentences
 from tools.serving.server import LONGEST_TEXT, PageServer, describe, serve
+from translation import translate_lines
 
 
 @pytest.fixture(scope="module")
