@@ -66,7 +66,14 @@ from text.selection import (
     like_validation,
     without_short_targets,
 )
-from text.subwords import encode, load_tokenizer, special_ids, tokenizer_key, train_tokenizer
+from text.subwords import (
+    encode,
+    load_tokenizer,
+    load_tokenizers,
+    special_ids,
+    tokenizer_key,
+    train_tokenizer,
+)
 
 FORMAT = 4  # of the cache; raise it when the same data and settings give other pairs or ids
 TOKENIZER_LINES = 200_000  # sentences a tokenizer is trained on; more of them change little
@@ -118,8 +125,8 @@ def _clean_and_tokenise(
     """
     tokenizers = {}
     if settings.tokenizer:
-        # One for both sides. It is loaded first, so that a wrong name fails before the cleaning.
-        tokenizers = dict.fromkeys(SIDES, load_tokenizer(settings.tokenizer))
+        # Loaded first, so that a wrong name fails before the cleaning.
+        tokenizers = load_tokenizers(settings.tokenizer)
 
     # -------- load: all rows of validation and test, raw
     held_out = _load_held_out(text, log)

@@ -16,13 +16,14 @@ from data import Prepared
 from decoding import Decoder
 from engine import checkpoint
 from engine.cache import new_folder
+from engine.config import given_names
 from engine.distributed import World
 from engine.errors import UserError
 from engine.files import atomic_write, names_place
 from engine.precision import Precision, choose_precision
-from engine.run import find_run, load_weights_into
-from model import ModelConfig, Translator, make_translator
-from text.subwords import load_tokenizer
+from engine.run import find_run, load_weights_into, with_values
+from model import PRESETS, ModelConfig, Translator, make_translator
+from text.subwords import load_tokenizer, tokenizer_key
 
 # A folder that has all of these is a run of train.py.
 FILES_OF_A_RUN = ("config.json", "model.json", "tokenizer")
@@ -185,6 +186,46 @@ def mean_of(members: list[Path]) -> dict[str, Tensor]:
         for name, weight in weights.items():
             sums[name] += weight
     return {name: (total / len(members)).to(first[name].dtype) for name, total in sums.items()}
+
+
+# ---------------------------------------------------------------- another run begins with it
+
+
+def with_source(config):
+    """The settings of train.py with what --init brings: its tokenizers, sizes and languages.
+
+    Flags may change the dropout rate, and the languages if the new data name them otherwise.
+    Raises `UserError` for a flag that asks for another model.
+    """
+    chosen = choose_checkpoint(config.init)
+    run = run_of(chosen)
+    settings, sizes = load_settings(run)
+    tokenizer = str(run.absolute() / "tokenizer")
+
+    given = given_names(config)
+    asked = {name: getattr(config, name) for name in given}
+    if "preset" in given:
+        asked = PRESETS[config.preset] | asked
+    brought = asdict(sizes)
+    for name in sorted(asked.keys() & brought.keys() - {"dropout"}):
+        is_automatic = name.endswith("_vocab") and asked[name] == 0
+        if asked[name] != brought[name] and not is_automatic:
+            raise UserError(
+                f"--init {config.init}: its --{name} is {brought[name]!r}, so it cannot be "
+                f"{asked[name]!r}; leave the flag out"
+            )
+    if config.tokenizer and tokenizer_key(config.tokenizer) != tokenizer_key(tokenizer):
+        raise UserError(
+            f"--init {config.init} brings its tokenizers, so they cannot be those of --tokenizer "
+            f"{config.tokenizer}; leave the flag out"
+        )
+    brought |= {"source": settings["source"], "target": settings["target"]}
+    values = {name: value for name, value in brought.items() if name not in given}
+    values |= {"source_vocab": 0, "target_vocab": 0}  # the tokenizers have their sizes
+    return with_values(config, init=str(chosen), tokenizer=tokenizer, **values)
+
+
+# ---------------------------------------------------------------- saved
 
 
 def save_description(

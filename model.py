@@ -47,6 +47,14 @@ PRESETS: dict[str, dict[str, float]] = {
     ),
 }
 
+# Parts of a `Translator` that --freeze names. Tied weights: the output projection is a part of
+# the embeddings.
+FREEZABLE: dict[str, tuple[str, ...]] = {
+    "": (),
+    "encoder": ("source_embedding", "transformer.encoder"),
+    "embeddings": ("source_embedding", "target_embedding"),
+}
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -227,6 +235,12 @@ def make_translator(config: ModelConfig) -> Translator:
     for change in CHANGES:
         change(model)
     return model
+
+
+def freeze(model: Translator, part: str) -> None:
+    """From now on the weights of `part`, a name of `FREEZABLE`, get no gradient and no update."""
+    for name in FREEZABLE[part]:
+        model.get_submodule(name).requires_grad_(False)
 
 
 def build_transformer(config: ModelConfig) -> nn.Transformer:

@@ -5,6 +5,7 @@ python train.py --data my_corpus/ --max_minutes 60  # other data; stop after an 
 CUDA_VISIBLE_DEVICES=1 python train.py              # choose a GPU
 torchrun --nproc_per_node 2 train.py                # data parallel (DDP); with --shard: FSDP2
 python train.py --resume runs/NAME                  # continue exactly where it stopped
+python train.py --init runs/NAME --data my_corpus/  # fine-tune a trained model on other data
 """
 
 from collections.abc import Callable
@@ -54,6 +55,18 @@ class Config:
     )
     workers: int = flag(0, "DataLoader processes; 0: the main process", "Data", min=0, max=1000)
 
+    init: str = flag(
+        "",
+        "begin with the weights, tokenizers and sizes of this run, checkpoint or weights file",
+        "Model",
+        fixed=True,
+    )
+    freeze: str = flag(
+        "",
+        "weights that are not trained (encoder|embeddings); the encoder has its embedding",
+        "Model",
+        fixed=True,
+    )
     preset: str = flag(
         "lab", "model size (lab|base|big); the flags below change it", "Model", fixed=True
     )
@@ -154,17 +167,18 @@ from engine import distributed, schedule
 from engine.config import beside, given_names
 from engine.distributed import World
 from engine.meters import Meter, measured_peak_flops, peak_memory_gib, perplexity
-from engine.optimizer import make_optimizer
+from engine.optimizer import make_optimizer, trained_weights
 from engine.precision import Precision, choose_precision
-from engine.run import INTERRUPTED, Run, saved_settings, with_values
+from engine.run import INTERRUPTED, Run, load_weights_into, saved_settings, with_values
 from engine.telemetry import progress_bar
-from loading import save_description
+from loading import load_chosen, save_description, with_source
 from micro_batches import micro_batches_that_fit
 from model import (
     PRESETS,
     ModelConfig,
     SummedLoss,
     Translator,
+    freeze,
     make_translator,
     sizes_of,
     training_flops,
@@ -200,7 +214,7 @@ class State:
 
 def train(config: Config) -> Path:
     """One training run, from the data to the last checkpoint. Returns its folder."""
-    config = with_preset(saved_settings(config))
+    config = with_sizes(saved_settings(config))
     sizes_of(config, 1, 1)  # sizes that do not fit together are an error now, not after tokenising
     world = distributed.init(config.device)  # this process among those of torchrun
     languages = f"{config.source}-{config.target}"
@@ -221,10 +235,13 @@ def train(config: Config) -> Path:
         torch.manual_seed(config.seed)
         fast.keep_tensors_together(world.device)  # on a CPU: less memory, less time
         model = make_translator(sizes).to(world.device)
+        if config.init and not run.saved_state:
+            load_initial_weights(model, config, run)
+        freeze(model, config.freeze)
         if config.shard:
             world.shard(model, log)
         loss_of = make_loss(model, config, precision, log)
-        weights = list(model.parameters())
+        weights = trained_weights(model)
         # Muon is for the matrices of the hidden layers: those of model.transformer.
         optimizer = make_optimizer(
             config.optimizer, model, model.transformer, config.lr, precision.dtype
@@ -264,7 +281,7 @@ def train(config: Config) -> Path:
         # Adam's and Muon's running means know nothing in the first steps: a small rate first.
         warmup = schedule.warmup_steps(config.warmup, total_steps)
         log(str(model))
-        log(f"model: {sum(weight.numel() for weight in weights):,} parameters")
+        log(describe_parameters(model))
         log(describe_steps(config, world, steps_per_epoch, total_steps, warmup))
 
         # -------- what would fail after an hour fails now; then the folder becomes a run
@@ -396,10 +413,12 @@ def train(config: Config) -> Path:
 # ---------------------------------------------------------------- settings
 
 
-def with_preset(config: Config) -> Config:
-    """The settings with the sizes of --preset, except for those that flags set."""
+def with_sizes(config: Config) -> Config:
+    """The settings with the sizes of --init or --preset, except for those that flags set."""
     if config.resume:  # it has its sizes
         return config
+    if config.init:
+        return with_source(config)
     sizes = PRESETS[config.preset]
     chosen = given_names(config)
     return with_values(config, **{name: sizes[name] for name in sizes.keys() - chosen})
@@ -447,6 +466,8 @@ def load_data(config: Config, run: Run) -> tuple[Prepared, Config]:
     """
     if config.max_minutes:
         run.log("note: preparing the data and the last validation are not part of --max_minutes")
+    if config.init and run.saved_state:  # the run that it began with may be gone
+        config = with_values(config, tokenizer=str(run.folder / "tokenizer"))
     folder, data, tokenizer = run.world.on_main(
         lambda: find_and_prepare(config, run.cache, run.log)
     )
@@ -466,6 +487,15 @@ def load_data(config: Config, run: Run) -> tuple[Prepared, Config]:
     return prepared, with_values(config, data=data, tokenizer=tokenizer)
 
 
+def load_initial_weights(model: Translator, config: Config, run: Run) -> None:
+    """Fine-tuning: the weights of --init into the model, in place of the random ones."""
+    # Rank 0 chooses for all: a run that still trains may get a new best checkpoint in between.
+    chosen = Path(run.world.on_main(lambda: config.init))
+    trained = load_chosen(chosen)
+    load_weights_into(model, trained.model.state_dict(), chosen)
+    run.log(f"init: weights of {trained.name}; new optimizer, step 0")
+
+
 def make_loss(
     model: Translator, config: Config, precision: Precision, log: Callable = lambda line: None
 ) -> nn.Module:
@@ -478,6 +508,13 @@ def make_loss(
 
 
 # ---------------------------------------------------------------- what is logged
+
+
+def describe_parameters(model: Translator) -> str:
+    """One line: the number of parameters, and how many of them are trained."""
+    total = sum(weight.numel() for weight in model.parameters())
+    trained = sum(weight.numel() for weight in trained_weights(model))
+    return f"model: {total:,} parameters, {trained:,} of them trained"
 
 
 def describe_steps(
@@ -554,7 +591,7 @@ def main(config: Config) -> None:
     if config.check:
         from tools.preflight import check
 
-        check(with_preset(config))
+        check(with_sizes(config))
     else:
         train(config)
 

@@ -19,7 +19,7 @@ def make_adamw(
     """AdamW for all weights."""
     import torch
 
-    return torch.optim.AdamW(model.parameters(), lr, **ADAMW)
+    return torch.optim.AdamW(trained_weights(model), lr, **ADAMW)
 
 
 def make_muon(
@@ -29,10 +29,15 @@ def make_muon(
     from engine.muon import Muon
 
     # The query, key and value projections of a layer are one matrix in PyTorch, and stay one.
-    matrices = [weight for weight in hidden_layers.parameters() if weight.ndim == 2]
+    matrices = [weight for weight in trained_weights(hidden_layers) if weight.ndim == 2]
     chosen = set(map(id, matrices))
-    others = [weight for weight in model.parameters() if id(weight) not in chosen]
+    others = [weight for weight in trained_weights(model) if id(weight) not in chosen]
     return Muon(matrices, others, lr, dtype, **ADAMW)
+
+
+def trained_weights(module: "torch.nn.Module") -> list["torch.nn.Parameter"]:
+    """The weights that are not frozen; the others get no gradient, which Muon would miss."""
+    return [weight for weight in module.parameters() if weight.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def make_optimizer(
     lr: float,
     dtype: "torch.dtype",
 ) -> "torch.optim.Optimizer":
-    """The optimizer `name` of `OPTIMIZERS` for the weights of `model`.
+    """The optimizer `name` of `OPTIMIZERS` for the weights of `model` that are not frozen.
 
     `hidden_layers` is the model without its embeddings and its output layer, the part for which
     Muon is made. Matrix products of the optimizer itself are computed in `dtype`.

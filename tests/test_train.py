@@ -865,7 +865,7 @@ def test_which_settings_were_chosen_stays_known():
     """TensorBoard's page of settings shows them, also where they are the defaults."""
     chosen = training.Config(preset="base", d_model=256)
     chosen.given = {"preset", "d_model"}
-    filled = training.with_preset(chosen)
+    filled = training.with_sizes(chosen)
     assert filled.given == chosen.given and filled is not chosen
     assert (filled.d_model, filled.nhead, filled.dim_feedforward) == (256, 8, 2048)
     assert chosen.dim_feedforward == 1024

@@ -17,6 +17,7 @@ from pathlib import Path
 from engine.errors import UserError
 from engine.telemetry import progress_bar
 from text.cleaning import LONGEST_TOKEN
+from text.rows import SIDES
 
 # The special tokens: padding, and the begin and end of a sentence, which data.py adds.
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
@@ -144,12 +145,20 @@ def load_tokenizer(name: str):
     return tokenizer
 
 
+def load_tokenizers(name: str) -> dict:
+    """The tokenizer of each side: `name` is the folder `tokenizer` of a run, or one for both."""
+    sides = {side: Path(name) / side for side in SIDES}
+    if all(folder.is_dir() for folder in sides.values()):
+        return {side: load_tokenizer(str(folder)) for side, folder in sides.items()}
+    return dict.fromkeys(SIDES, load_tokenizer(name))
+
+
 def tokenizer_key(name: str) -> str:
     """A hub name stands for itself, a folder for its content."""
     if not name or not Path(name).is_dir():
         return name
     digest = hashlib.blake2b(digest_size=8)
-    files = [path for path in Path(name).iterdir() if path.is_file()]
+    files = [path for path in Path(name).rglob("*") if path.is_file()]  # of both sides
     for file in sorted(files):
         with file.open("rb") as stream:
             while block := stream.read(1 << 22):  # weights may lie beside it

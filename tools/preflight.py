@@ -31,11 +31,11 @@ from engine.distributed import several_asked
 from engine.errors import UserError
 from engine.memory import memory_limit
 from engine.meters import duration, peak_memory_gib
-from engine.optimizer import make_optimizer
+from engine.optimizer import make_optimizer, trained_weights
 from engine.precision import Precision, choose_precision
 from engine.run import folder_of, refuse_begun
 from micro_batches import fewest_micro_batches
-from model import ModelConfig, SummedLoss, make_translator, sizes_of
+from model import ModelConfig, SummedLoss, freeze, make_translator, sizes_of
 from text.cleaning import REASONS, hash_of_pair, missing_splits
 from text.reading import (
     ParallelText,
@@ -311,10 +311,11 @@ class Trial:
         self.collate = collate_for(sample)
         torch.manual_seed(config.seed)
         self.model = make_translator(sizes).to(self.device)
+        freeze(self.model, config.freeze)
         if config.fast:
             fast.use_kernels(self.model, precision.dtype)
         self.loss_of = SummedLoss(self.model, config.label_smoothing, sliced=config.fast)
-        self.weights = list(self.model.parameters())
+        self.weights = trained_weights(self.model)
         # A rate of nearly 0: thousands of steps would not change the weights.
         self.optimizer = make_optimizer(
             config.optimizer, self.model, self.model.transformer, 1e-9, precision.dtype
