@@ -129,7 +129,7 @@ def explain(error: Exception) -> str | None:
     if several_processes() and not isinstance(error, OSError) and re.search(PEER_LOST, message):
         return (
             "another process of this run has ended or does not answer; its own message says why "
-            "(docs/data_parallel.md#what-can-go-wrong)"
+            "(docs/training.md#several-gpus-several-machines)"
         )
     return explain_disk_error(error)
 

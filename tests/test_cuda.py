@@ -1,6 +1,6 @@
 """CUDA code on a machine without a GPU, with fake tensors (tests/cuda/); graphs of the compiler.
 
-docs/cuda.md says what this cannot show.
+CONTRIBUTING.md says what this checks.
 """
 
 import json

@@ -5,7 +5,8 @@
 docs/results/results-*.json make docs/results.md and docs/results.zh-CN.md; performance-*.json and
 what_did_not_help-*.json make the pages of these names. A file holds one table: its title, sentences
 above and below it, columns (key, English header, Chinese header) and rows. Measured numbers are
-entered there and nowhere else.
+entered there and nowhere else. Rows may hold more than the columns show: each has its commit.
+more-*.json are measurements that no page shows.
 """
 
 import argparse
@@ -26,11 +27,9 @@ TITLES = {
 # Between two sentences; a line break in Chinese would be shown as a gap.
 SEPARATORS = {"en": "\n", "zh": ""}
 OTHER_LANGUAGE = {"en": "[中文]({page}.zh-CN.md)", "zh": "[English]({page}.md)"}
-BEGINNINGS = {
-    "en": "Written by `python -m tools.results` from `docs/results/{page}-*.json`. "
-    "Anything not listed was not measured.",
-    "zh": "由 `python -m tools.results` 根据 `docs/results/{page}-*.json` 生成。"
-    "这里没有的，就是没有测过的。",
+ENDINGS = {
+    "en": "Written by `python -m tools.results` from `docs/results/{page}-*.json`.",
+    "zh": "本页由 `python -m tools.results` 根据 `docs/results/{page}-*.json` 生成。",
 }
 
 
@@ -39,7 +38,6 @@ def as_page(page: str, language: str) -> str:
     paragraphs = [
         f"# {TITLES[page][language]}",
         OTHER_LANGUAGE[language].format(page=page),
-        BEGINNINGS[language].format(page=page),
     ]
     separator = SEPARATORS[language]
     for table in read_tables(page):
@@ -49,6 +47,7 @@ def as_page(page: str, language: str) -> str:
             paragraphs.append("\n".join(["```bash", *table["commands"], "```"]))
         paragraphs.append(as_table(table, language))
         paragraphs.append(separator.join(table["notes"][language]))
+    paragraphs.append(ENDINGS[language].format(page=page))
     return "\n\n".join(text for text in paragraphs if text) + "\n"
 
 

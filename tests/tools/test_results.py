@@ -24,9 +24,9 @@ def test_help_writes_no_page(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_row_names_its_commit_and_every_cell_has_a_column(page):
+def test_every_row_names_its_commit_and_has_a_cell_for_every_column(page):
     for table in read_tables(page):
         keys = {key for key, _, _ in table["columns"]}
         for row in table["rows"]:
-            assert row.keys() == keys, (table["title"], row)
+            assert row.keys() >= keys, (table["title"], row)
             assert row["commit"]

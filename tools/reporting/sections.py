@@ -97,7 +97,7 @@ def summary(page: Page, runs: list[RunFiles]) -> None:
         (RunFiles.seconds, "time", "总用时"),
         (last_step, "steps", "步数"),
         ("metrics.jsonl#train/loss#last", "last training loss", "最后的训练损失"),
-        ("metrics.jsonl#valid/loss#min", "best validation loss", "最好的验证损失"),
+        ("metrics.jsonl#valid/loss#min", "best validation loss", "最低的验证损失"),
         ("metrics.jsonl#valid/perplexity#min", "best validation perplexity", "最好的验证困惑度"),
         ("metrics.jsonl#test/accuracy#last:.2%", "test accuracy", "测试准确率"),
         (error_rate, "test error rate", "测试错误率"),
@@ -461,7 +461,7 @@ def choose_examples(runs: list[RunFiles]) -> Examples:
     between = others[:-EXAMPLES]
     first = max(0, (len(between) - EXAMPLES) // 2)
     middle = between[first : first + EXAMPLES]
-    parts = {("best", "最好"): best, ("middle", "居中"): middle, ("worst", "最差"): worst}
+    parts = {("best", "最好"): best, ("middle", "中等"): middle, ("worst", "最差"): worst}
     # Few rows have no middle, or only best ones.
     parts = {part: numbers for part, numbers in parts.items() if numbers}
     return Examples(name, runs, rows, scores, parts)
