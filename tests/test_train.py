@@ -36,6 +36,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.nn.parallel import DistributedDataParallel
 
 import micro_batches
+import model as model_py
 import train as training
 from data import BucketSampler, collate_for, load_prepared
 from engine.config import parse_flags
@@ -47,6 +48,7 @@ from engine.run import INTERRUPTED, Run
 from engine.schedule import SCHEDULES, Schedule
 from fast import build
 from labs.attention_op import train as training_by_hand
+from labs.attention_op.module import MultiHeadAttention
 from model import ModelConfig, SummedLoss, Translator
 
 
@@ -311,10 +313,16 @@ SAME = [word for name, value in (SMALL | PLAIN).items() for word in (f"--{name}"
 
 
 def test_attention_by_hand_trains_the_same_model(whole_run, long_data, here, monkeypatch):
-    monkeypatch.setattr(training, "Translator", Translator)  # put back when the test ends
+    seen = []
+    make = training.make_translator
+    monkeypatch.setattr(
+        training, "make_translator", lambda sizes: seen.append(make(sizes)) or seen[-1]
+    )
     by_hand = config(training_by_hand.Config, data=str(long_data), run=str(here), **PLAIN)
     training_by_hand.main(by_hand)
-    assert training.Translator is not Translator
+    layer = seen[-1].transformer.encoder.layers[0]
+    assert type(layer.self_attn) is MultiHeadAttention
+    assert not model_py.CHANGES  # the next model is the stock one
     assert_close_run(whole_run, here)
 
 

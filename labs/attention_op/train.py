@@ -23,8 +23,15 @@ class Config(train.Config):
 
 def main(config: Config) -> None:
     """Training as train.py does it, with every attention layer of the model replaced."""
-    model.CHANGES.append(lambda translator: use_in(translator, config.attention))
-    train.main(config)
+
+    def by_hand(translator: model.Translator) -> None:
+        use_in(translator, config.attention)
+
+    model.CHANGES.append(by_hand)
+    try:
+        train.main(config)
+    finally:
+        model.CHANGES.remove(by_hand)
 
 
 if __name__ == "__main__":
