@@ -100,7 +100,8 @@ def test_the_pages_have_columns_of_the_benchmarks():
     shown = [table for table in tables if table[0] == "who"]
     assert shown
     for table in shown:
-        assert any(set(table) <= set(columns) for columns in programs), table
+        made = set(table) - {"ratio"}  # of two rows, where a program does not make it itself
+        assert any(made <= set(columns) for columns in programs), table
 
 
 # ---------------------------------------------------------------- training
