@@ -339,7 +339,10 @@ class Decoder:
             log(f"note: decoding is slow: every step computes all tokens anew ({reason})")
         on_cpu = next(model.parameters()).device.type == "cpu"
         if not reason and on_cpu and (compiled or int8):
-            reason = self.compile(int8)
+            reason = self.compile()
+            reason = self.keep_what_agrees(decoders) or reason
+            if int8 and not reason:
+                reason = self.compile(int8=True)
             if reason:
                 log(f"note: decoding is slower than it could be: {reason}")
         if int8 and (reason or not on_cpu):
@@ -349,7 +352,20 @@ class Decoder:
                 f"and sizes that are multiples of 16, but {reason}; use --precision fp32"
             )
 
-    def compile(self, int8: bool) -> str:
+    def keep_what_agrees(self, decoders: list[nn.TransformerDecoder]) -> str:
+        """Do without C++ where it gives other results; returns why.
+
+        The compiled encoder computes nothing for padding: a model whose `encode` or `decode` looks
+        at padding sees zeros there.
+        """
+        reason = self.why_no_agreement()
+        if reason:
+            self.replaced = {decoder: CachedDecoder.of(decoder) for decoder in decoders}
+            self.output = None
+            reason = "fast/ is not used (the model looks at padding, or changes it)"
+        return reason
+
+    def compile(self, int8: bool = False) -> str:
         """Take C++ for each part that it can compute; returns the first reason against one."""
         if torch.is_autocast_enabled("cpu"):
             return "fast/ is not used (the precision is not fp32)"
@@ -364,7 +380,9 @@ class Decoder:
                 self.replaced[part] = fast.CompiledDecoder.of(part, int8)
         output = self.model.output
         reason = fast.why_not_compiled(output, int8)
-        if not reason and not fast.can_slice(self.model.logits, output):
+        with _comparing(self.model):
+            is_sliceable = fast.can_slice(self.model.logits, output)
+        if not reason and not is_sliceable:
             reason = "`logits` does more than to call it"
         if reason:
             reasons.append(f"fast/ is not used for output ({reason})")

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import UserError
-from fast import can_slice, linear_cross_entropy
+from fast import can_slice, has_hooks, linear_cross_entropy
 
 # In evaluation PyTorch would compute an encoder layer with one fused function that bypasses its
 # attention module: a change of such a module would take effect in training only.
@@ -309,7 +309,7 @@ class SummedLoss(nn.Module):
         micro-batches and ranks to divide by. A mean of means would weigh short batches too much.
         """
         output = self.model.output
-        if self.sliced and can_slice(self.model.logits, output):
+        if self.sliced and not has_hooks(self.model) and can_slice(self.model.logits, output):
             # The same numbers as below, without all N · V logits in memory at once.
             hidden = self.model.hidden(src, src_pad, tgt_in, target_positions)  # (N, D)
             return linear_cross_entropy(

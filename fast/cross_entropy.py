@@ -55,7 +55,8 @@ def can_slice(logits: Callable[[Tensor], Tensor], output: nn.Module) -> bool:
     It is where `logits(hidden)` is `output(hidden)` and nothing else, and `output` a plain
     `nn.Linear`. To see that, `logits` is called, and `F.linear` recorded instead of computed.
 
-    Not in fp16, where gradients must be scaled before they are computed. Not for FSDP2's sharded
+    Not in fp16, where gradients must be scaled before they are computed. Not for weights of 16
+    bits, in which sums would be made. Not for FSDP2's sharded
     weights, which only `forward` of the whole model gathers. Not under torch.compile, which fuses
     the plain operations itself.
     """
@@ -65,7 +66,7 @@ def can_slice(logits: Callable[[Tensor], Tensor], output: nn.Module) -> bool:
     is_sharded = hasattr(weight, "device_mesh")
     if is_sharded or output.bias is None:
         return False
-    if autocast_dtype(weight) == torch.float16:
+    if autocast_dtype(weight) == torch.float16 or weight.dtype in (torch.float16, torch.bfloat16):
         return False
     hidden = weight.new_empty(1, output.in_features)
     with torch.no_grad(), RecordedLinear(hidden, output) as recorded:

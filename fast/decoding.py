@@ -125,6 +125,8 @@ def unknown_output(output: nn.Linear) -> str:
         return "the output layer is not PyTorch's nn.Linear"
     if output.bias is None or output.in_features % 16:
         return "the output layer has no bias, or a width that is not a multiple of 16"
+    if output.weight.shape != (output.out_features, output.in_features):
+        return "the weight of the output layer has another shape than the layer says"
     if output.weight.dtype != torch.float32 or output.bias.dtype != torch.float32:
         return f"its weights are not fp32: {output.weight.dtype}"
     return ""

@@ -9,7 +9,6 @@ N = `rows_for(B·S)` or `rows_for(B·T)` rows, D model width. "Wide" is fp32, "n
 the products.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -187,25 +186,51 @@ def unknown_part(coder: nn.Module) -> str:
         attentions = [part for part in parts if type(part) is nn.MultiheadAttention]
         if any(unlike(attention, first) for attention in attentions):
             return "its attentions have additional keys, other sizes or (T, B, D) inputs"
-        if layer.linear1.out_features % 16 or first.head_dim % 16:
+        width, inner = first.embed_dim, len(layer.linear1.weight)
+        if inner % 16 or width % first.num_heads or width // first.num_heads % 16:
             return "the width of a head or of the feed-forward layers is not a multiple of 16"
+        if sizes_of(layer) != expected_sizes(layer, width, inner):
+            return "a weight has another shape than its layer says"
         if layer.norm_first != coder.layers[0].norm_first:
             return "its layers are pre-norm and post-norm"
-    if type(coder.norm) is not nn.LayerNorm:
-        return f"its norm is {type(coder.norm).__name__}"
+    if type(coder.norm) is not nn.LayerNorm or coder.norm.normalized_shape != (first.embed_dim,):
+        return f"its norm is {coder.norm}"
     for part in coder.modules():
         if has_hooks(part):
             return "a module has a hook, which the kernels would not call"
-        if hasattr(part, "bias") and part.bias is None:
-            return "a layer has no bias"
-        if getattr(part, "normalized_shape", (first.embed_dim,)) != (first.embed_dim,):
-            return "a norm has another width"
-        for weight in part._parameters.values():
-            if weight is None:
+        own = [name for name, value in vars(part).items() if callable(value)]
+        if any(hasattr(type(part), name) for name in own):
+            return f"a method of {type(part).__name__} was replaced: {own[0]}"
+        for name in ("weight", "bias", "in_proj_weight", "in_proj_bias"):
+            if not hasattr(part, name):
                 continue
+            weight = part._parameters.get(name)
+            if weight is None:
+                return "a layer has no bias" if name == "bias" else f"a {name} is no parameter"
             if weight.dtype != torch.float32 or not weight.is_contiguous():
                 return f"its weights are not all contiguous and fp32: {weight.dtype}"
     return ""
+
+
+def sizes_of(layer: nn.Module) -> list[torch.Size]:
+    """The shapes of all weights that C++ reads of this layer, in a fixed order."""
+    attentions = [part for part in layer.children() if isinstance(part, nn.MultiheadAttention)]
+    tensors = []
+    for attention in attentions:
+        tensors += [attention.in_proj_weight, attention.in_proj_bias]
+        tensors += [attention.out_proj.weight, attention.out_proj.bias]
+    for part in (layer.linear1, layer.linear2, *norms_of(layer)):
+        tensors += [part.weight, part.bias]
+    return [getattr(tensor, "shape", None) for tensor in tensors]
+
+
+def expected_sizes(layer: nn.Module, width: int, inner: int) -> list[torch.Size]:
+    """What `sizes_of` must be for a layer of this width and width of its feed-forward part."""
+    attention = [(3 * width, width), (3 * width,), (width, width), (width,)]
+    attentions = sum(isinstance(part, nn.MultiheadAttention) for part in layer.children())
+    feed_forward = [(inner, width), (inner,), (width, inner), (width,)]
+    norms = [(width,), (width,)] * len(norms_of(layer))
+    return [torch.Size(size) for size in (*attention * attentions, *feed_forward, *norms)]
 
 
 def unlike(attention: nn.MultiheadAttention, first: nn.MultiheadAttention) -> bool:
@@ -223,7 +248,8 @@ def unlike(attention: nn.MultiheadAttention, first: nn.MultiheadAttention) -> bo
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling this module calls something else as well."""
-    return any(getattr(module, hooks) for hooks in HOOKS)
+    everywhere = torch.nn.modules.module
+    return any(getattr(module, hooks) or getattr(everywhere, f"_global{hooks}") for hooks in HOOKS)
 
 
 def product_dtype() -> torch.dtype:
@@ -278,9 +304,8 @@ class Stream:
     """
 
     def __init__(self, x: Tensor, coder: nn.Module, dtype: torch.dtype):
-        parts = (part for layer in coder.layers for part in layer.children())
-        norms = (part for part in parts if isinstance(part, nn.LayerNorm))
-        self.norms = itertools.chain(norms, [coder.norm])
+        norms = [norm for layer in coder.layers for norm in norms_of(layer)]
+        self.norms = iter([*norms, coder.norm])
         self.norm_first = coder.layers[0].norm_first
         self.shape = x.shape
         self.x, self.narrow = kernels.pad_rows(x, dtype)
@@ -306,6 +331,14 @@ class Stream:
         if not self.norm_first:
             self.normalise()
         return kernels.unpad_rows(self.wide, self.shape)
+
+
+def norms_of(layer: nn.Module) -> list[nn.LayerNorm]:
+    """The norms of a layer in the order of its sub-layers; a decoder's has three."""
+    norms = [layer.norm1, layer.norm2]
+    if isinstance(layer, nn.TransformerDecoderLayer):
+        norms.append(layer.norm3)
+    return norms
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -151,6 +151,20 @@ def test_it_is_what_beam_search_decodes(name):
             assert hypothesis.score == pytest.approx(score.item() / len(chosen), abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["nothing", "no mask at the source"])
+@torch.inference_mode()
+def test_padding_is_what_pytorch_makes_of_it(name):
+    """In one batch: where a model looks at padding, C++ must not give it zeros."""
+    model, notes = make_model(name).eval(), []
+    together = dict(batches=[[0, 1]])
+    found = search(Decoder(model, log=notes.append), SOURCES, COLLATE, **together)
+    naive = Decoder(model, compiled=False)
+    naive.replaced = {}
+    expected = search(naive, SOURCES, COLLATE, **together)
+    assert [one[0].tokens for one in found] == [one[0].tokens for one in expected]
+    assert bool(notes) == (name != "nothing") or build.why_not()
+
+
 @pytest.mark.skipif(not has_int8, reason="no compiler or no VNNI")
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()

@@ -236,6 +236,78 @@ def test_a_part_that_is_changed_later_is_left_to_pytorch():
     assert seen == [layer]
 
 
+def more_heads(layer):
+    """An attribute that PyTorch reads at every call: heads of 8."""
+    layer.self_attn.num_heads = 8
+
+
+def fewer_inner(layer):
+    """Structured pruning: 90 of 96 inner units stay."""
+    layer.linear1.weight = nn.Parameter(layer.linear1.weight[:90].detach().clone())
+    layer.linear1.bias = nn.Parameter(layer.linear1.bias[:90].detach().clone())
+    layer.linear2.weight = nn.Parameter(layer.linear2.weight[:, :90].detach().clone())
+
+
+def norm_registered_last(layer):
+    norm = layer.norm1
+    del layer.norm1
+    layer.norm1 = norm
+
+
+def another_norm(layer):
+    layer.unused = nn.LayerNorm(64)
+
+
+def one_norm_twice(layer):
+    layer.norm2 = layer.norm1
+
+
+def method_of_a_part(layer):
+    forward = layer.linear1.forward
+    layer.linear1.forward = lambda x: 0.5 * forward(x)
+
+
+def method_of_the_layer(layer):
+    block = layer._ff_block
+    layer._ff_block = lambda x: 2 * block(x)
+
+
+def buffer_in_place_of_a_weight(layer):
+    del layer.norm1.weight
+    layer.norm1.register_buffer("weight", torch.ones(1).expand(64))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "change",
+    [
+        more_heads,
+        fewer_inner,
+        norm_registered_last,
+        another_norm,
+        one_norm_twice,
+        method_of_a_part,
+        method_of_the_layer,
+        buffer_in_place_of_a_weight,
+    ],
+)
+@pytest.mark.parametrize("coder", ["encoder", "decoder"])
+def test_changes_that_types_do_not_show(change, coder):
+    """Sizes, names, methods and kinds of tensors are asked as well as types."""
+    model = make_model(0).train()
+    for layer in getattr(model.transformer, coder).layers:
+        change(layer)
+    batch = make_batch(0, 3, 9, 11)
+    expected, _ = SummedLoss(model, 0.1, sliced=False)(*batch)
+    fast.use_kernels(model, torch.float32)
+    found, _ = SummedLoss(model, 0.1)(*batch)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    if coder == "decoder":
+        assert not change.__name__.startswith(("more", "fewer", "method", "buffer")) or (
+            fast.why_not_compiled(model.transformer.decoder)
+        )
+
+
 @needs_compiler
 def test_masks_that_the_kernels_do_not_know():
     """Whatever the caller passes, the result is PyTorch's."""
