@@ -134,7 +134,7 @@ def train(config: Config) -> Path:
         )
         log(
             f"{len(digits):,} training, {len(validation):,} validation and {len(tests):,} test "
-            f"images, {steps_per_epoch:,} steps per epoch, {config.epochs} epochs"
+            f"images, {steps_per_epoch:,} steps per epoch, {config.epochs} epoch(s)"
         )
         if state.step == 0:
             draw_layers(run, 0, model, tests)

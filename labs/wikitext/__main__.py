@@ -244,7 +244,7 @@ def train(config: Config) -> Path:
         log(
             f"model: {sum(weight.numel() for weight in model.parameters()):,} parameters, "
             f"{flops_per_token(model, config.seq_length):,} FLOPs a training token; "
-            f"{len(sampler.lengths):,} segments, {total_steps:,} steps in {config.epochs} epochs"
+            f"{len(sampler.lengths):,} segments, {total_steps:,} steps in {config.epochs} epoch(s)"
         )
 
         # -------- the loop
