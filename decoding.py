@@ -128,7 +128,7 @@ class CachedDecoder(nn.TransformerDecoder):
     def attend_own(
         self, layer: nn.TransformerDecoderLayer, x: Tensor, mask: Tensor | None, index: int
     ) -> Tensor:
-        """Self-attention of the newest token to itself and those before it: (N, 1, D), as result"""
+        """Attention of the newest token to itself and to those before it: (N, 1, D) → (N, 1, D)"""
         query, key, value = _project(layer.self_attn, x, "qkv")  # (N, H, 1, W) each
         keys, values = self.append(index, key, value)
         attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
@@ -248,7 +248,7 @@ class Steps:
         if position == 0:
             # The decoders have kept what they need of the memory, and to copy that of the remaining
             # rows after every step would cost up to a tenth of it. Should `decode` need it for
-            # anything else, NaN shows it: see `agree`.
+            # anything else, NaN shows it: see `why_no_agreement`.
             nothing = self.memory.new_full((1, 1, 1), math.nan)
             self.memory = nothing.expand(self.memory.shape)
         return hidden
@@ -362,7 +362,7 @@ class Decoder:
         if reason:
             self.replaced = {decoder: CachedDecoder.of(decoder) for decoder in decoders}
             self.output = None
-            reason = "fast/ is not used (the model looks at padding, or changes it)"
+            reason = "fast/ is not used (C++ gives other results; does the model look at padding?)"
         return reason
 
     def compile(self, int8: bool = False) -> str:
