@@ -351,12 +351,20 @@ def nearest(word: str, names: list[str], prefix: str = "") -> str:
 
 def format_help(config_class, description: str, positional: str | None) -> str:
     """Name, default, help and bounds of each flag, by groups, in lines of 80 columns."""
-    usage = f"{command()} [SETTINGS.yaml] [--flag value …]"
+    usage = f"{command()} [SETTINGS.yaml] [--flag{NO_BREAK}value{NO_BREAK}…]"
     if first_word_of(config_class):
         usage += " [RUN]"
     if positional:
-        usage += f" [{positional.upper()} …]"
-    lines = [usage, f"  {description}"] if description else [usage]
+        usage += f" [{positional.upper()}{NO_BREAK}…]"
+    lines = textwrap.wrap(
+        usage,
+        LINE,
+        subsequent_indent=" " * 4,
+        break_long_words=False,  # a path stays whole, so that it can be copied
+        break_on_hyphens=False,
+    )
+    if description:
+        lines.append(f"  {description}")
     fields = dataclasses.fields(config_class)
     widest = max(len(field.name) for field in fields)
     for group, of_group in itertools.groupby(fields, lambda field: field.metadata["group"]):
