@@ -13,7 +13,6 @@ import numpy as np
 from benchmarks.measuring import ROOT
 from data import Prepared, TextSettings, load_prepared, prepare
 from text.reading import absolute_path, default_path, find_text
-from validation import BLEU_ROWS
 
 LONGEST = 126  # tokens of a side; with begin or end at most 127
 
@@ -51,10 +50,3 @@ def describe(corpus: Prepared) -> str:
         f"mean {source:.1f} source and {target:.1f} target tokens (end token counted), "
         f"vocabularies of {len(corpus.source_tokenizer):,} and {len(corpus.target_tokenizer):,}"
     )
-
-
-def validation_rows(corpus: Prepared) -> tuple[list[np.ndarray], list[str]]:
-    """Source ids and reference texts of the rows that train.py's BLEU curve is of."""
-    count = min(BLEU_ROWS, len(corpus.validation_rows))
-    sources = [corpus.validation[row][0] for row in range(count)]
-    return sources, [reference for _, reference in corpus.validation_rows[:count]]

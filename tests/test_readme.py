@@ -426,8 +426,6 @@ def place(tmp_path_factory) -> Path:
     (folder / "pairs.tsv").write_text(table, encoding="utf-8")
     for part in ("src.zh", "ref.en"):
         (folder / f"newstest2019-zhen-{part}.sgm").write_text("<seg>1</seg>", encoding="utf-8")
-    # For benchmarks.time_to_bleu, which starts it there.
-    (folder / "train.py").symlink_to(ROOT / "train.py")
     (folder / "runs").mkdir()
     run_as_typed("python train.py --data my_corpus --eval_every 1 --run first", folder, steps=5)
     (folder / "runs/first-0").rename(folder / "runs/NAME")
@@ -591,7 +589,6 @@ TRAINING_FLAGS = "--preset tiny --vocab 300 --tokens_per_batch 64 --seconds 0.1 
 MODULES = {
     "benchmarks.training": f"{TRAINING_FLAGS} --data my_corpus --contestants marian,ours-fp32",
     "benchmarks.decoding": "--preset tiny --limit 5 --rounds 1 --contestants ours-fp32",
-    "benchmarks.time_to_bleu": "--minutes 0.05 --data my_corpus",
     "tools.reporting.masks": "",
 }
 

@@ -6,29 +6,21 @@ products by oneDNN (on a GPU TF32, and bf16 by autocast). Not like for like: Mar
 norm after the last layer, and its output layer does not share the target embedding's weights.
 """
 
-import json
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Adam
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import MarianConfig, MarianMTModel
 
-from benchmarks.corpus import load_corpus, validation_rows
+from benchmarks.corpus import load_corpus
 from benchmarks.peers.contest import LABEL_SMOOTHING, LEARNING_RATE, wait_for_gpu
 from benchmarks.peers.handout import labels
 from benchmarks.peers.turn import Task, TrainingClock, run_peer
-from data import Batch, BucketSampler, Collate, Prepared, batches_of, collate_for
-from engine.files import atomic_write
-from engine.precision import choose_precision
+from data import Batch, BucketSampler, Prepared, batches_of, collate_for
 
 BETAS = (0.9, 0.98)
-SENTENCES = 64  # translated at once
 
 
 def build(sizes: dict, corpus: Prepared) -> MarianMTModel:
@@ -64,9 +56,9 @@ def build(sizes: dict, corpus: Prepared) -> MarianMTModel:
 
 
 def make_step(
-    model: MarianMTModel, pad: int, optimizer: Adam, autocast: Callable, clip: float = 0.0
+    model: MarianMTModel, pad: int, optimizer: Adam, autocast: Callable
 ) -> Callable[[Batch], None]:
-    """A function that trains on one batch. clip: the largest norm of the gradient; 0: any."""
+    """A function that trains on one batch."""
     criterion = nn.CrossEntropyLoss(ignore_index=pad, label_smoothing=LABEL_SMOOTHING)
 
     def take_step(batch: Batch) -> None:
@@ -76,8 +68,6 @@ def make_step(
             loss = criterion(output.logits.flatten(0, 1), labels(batch, pad).flatten())
         optimizer.zero_grad()
         loss.backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         loss.item()
 
@@ -104,54 +94,5 @@ def train(task: Task) -> dict:
     return clock.figures()
 
 
-def learn(task: Task) -> None:
-    """Train without end; every `task.every` steps translate into `task.outputs`/TIME.json.
-
-    The number format is the one that ours takes. The learning rate rises to 0.001 in 1,000 steps
-    and then falls as 1/√step.
-    """
-    corpus = load_corpus(task.folder, pairs=10**9)
-    collate = collate_for(corpus)
-    sources, _ = validation_rows(corpus)
-    precision = choose_precision(torch.device(task.device), training=True)
-    torch.set_float32_matmul_precision("medium")  # for the translations
-    torch.manual_seed(1)
-    model = build(task.sizes, corpus).train()
-    optimizer = Adam(model.parameters(), lr=1e-3, betas=BETAS)
-    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / 1000, (1000 / (step + 1)) ** 0.5))
-    pad = collate.target_ids["pad"]
-    take_step = make_step(model, pad, optimizer, precision.autocast, clip=1.0)
-    sampler = BucketSampler(corpus.train.lengths, task.tokens_per_batch)
-    batches = batches_of(corpus.train, sampler, collate, 0, torch.device(task.device))
-    for step, batch in enumerate(batches, start=1):
-        take_step(batch)
-        schedule.step()
-        if step % task.every == 0:
-            outputs = translate(model.eval(), collate, sources)
-            atomic_write(Path(task.outputs) / f"{time.time()}.json", json.dumps(outputs))
-            model.train()
-
-
-@torch.inference_mode()
-def translate(model: MarianMTModel, collate: Collate, sources: list[np.ndarray]) -> list[list[int]]:
-    """Greedy translations by `generate`, sentences sorted by length, up to their end tokens."""
-    outputs: list[list[int]] = [[]] * len(sources)
-    order = sorted(range(len(sources)), key=lambda row: -len(sources[row]))
-    for first in range(0, len(order), SENTENCES):
-        rows = order[first : first + SENTENCES]
-        src, src_pad = collate.pad_sources([sources[row] for row in rows])
-        generated = model.generate(
-            input_ids=src,
-            attention_mask=(~src_pad).long(),
-            num_beams=1,
-            do_sample=False,
-            max_new_tokens=min(512, src.size(1) * 3 // 2 + 10),
-        )
-        eos = collate.target_ids["eos"]
-        for row, ids in zip(rows, generated[:, 1:].tolist()):  # the first is the begin token
-            outputs[row] = ids[: ids.index(eos)] if eos in ids else ids
-    return outputs
-
-
 if __name__ == "__main__":
-    run_peer(train, learn)
+    run_peer(train)

@@ -22,18 +22,15 @@ WARM_SENTENCES = 64  # decoded once before the clock starts
 class Task:
     """What one process does."""
 
-    what: str  # the function to call: train, decode or learn
+    what: str  # the function to call: train or decode
     variant: str = ""  # of this contestant: fp32, int8, …
     threads: int = 2  # for computing
     device: str = "cpu"
     folder: str = ""  # the tokenised corpus, or the model and the sentences to decode
     sizes: dict = field(default_factory=dict)  # of the model
-    # train and learn
+    # train
     seconds: float = 20.0  # to measure, after the warm-up
     tokens_per_batch: int = 4096  # padded tokens a side
-    # learn
-    outputs: str = ""  # folder for translations
-    every: int = 0  # steps between them
     # decode
     source_ids: dict = field(default_factory=dict)  # {"pad": …, "bos": …, "eos": …}
     target_ids: dict = field(default_factory=dict)

@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +12,9 @@ import pytest
 import torch
 
 from benchmarks import corpus as corpus_module
-from benchmarks import decoding, gpu, time_to_bleu, training
+from benchmarks import decoding, gpu, training
 from benchmarks.corpus import load_corpus, prepare_corpus
-from benchmarks.peers import contest, marian, turn
+from benchmarks.peers import contest, turn
 from benchmarks.peers.contest import TINY, choose, start
 from benchmarks.peers.turn import Task
 from engine.config import parse_flags
@@ -47,8 +45,7 @@ def in_this_process(monkeypatch, folder):
         monkeypatch.setattr(module, "in_new_process", lambda function, *args: function(*args))
     for module in (training, decoding):
         monkeypatch.setattr(module, "start", start_in_this_process)
-    for module in (training, time_to_bleu):
-        monkeypatch.setattr(module, "prepare_corpus", lambda data, vocabulary: folder)
+    monkeypatch.setattr(training, "prepare_corpus", lambda data, vocabulary: folder)
     yield
     torch.set_float32_matmul_precision(precision)
 
@@ -96,7 +93,7 @@ def test_start_reads_the_figures_or_gives_the_reason(monkeypatch, capsys):
 def test_the_pages_have_columns_of_the_benchmarks():
     """A page shows some of them; hardware and commit stay in the files."""
     tables = [[key for key, _, _ in table["columns"]] for table in read_tables("performance")]
-    programs = [*training.COLUMNS.values(), decoding.COLUMNS, time_to_bleu.COLUMNS]
+    programs = [*training.COLUMNS.values(), decoding.COLUMNS]
     shown = [table for table in tables if table[0] == "who"]
     assert shown
     for table in shown:
@@ -254,46 +251,7 @@ def test_random_weights_decode_up_to_the_limit_in_both_programs(beam):
         assert row.figures["equal"] >= 0.8
 
 
-# ---------------------------------------------------------------- minutes to a BLEU, GPU
-
-
-def test_minutes_to_a_bleu(folder, tmp_path, monkeypatch, capsys):
-    """train.py and the peer are replaced; the peer's translations are the references."""
-
-    def run(words, timeout=None, **options):
-        if "train.py" in words:
-            flags = dict(word[2:].split("=", 1) for word in words if word.startswith("--"))
-            lines = [{"step": step, "time": time.time(), "valid/bleu": step} for step in (1, 4)]
-            Path(flags["run"]).mkdir(parents=True)
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            Path(flags["run"], "metrics.jsonl").write_text(text)
-            return SimpleNamespace(returncode=0)
-        corpus = load_corpus(folder)
-        outputs = [corpus.validation[row][1].tolist() for row in range(len(corpus.validation))]
-        file = Path(json.loads(words[-1])["outputs"], f"{time.time()}.json")
-        file.write_text(json.dumps(outputs))
-        raise subprocess.TimeoutExpired("", timeout)
-
-    processes = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(time_to_bleu, "subprocess", processes)
-    monkeypatch.setattr(time_to_bleu, "ROOT", tmp_path)
-    with pytest.raises(UserError, match="--vocab 5 must be at least 300"):
-        time_to_bleu.Config(vocab=5)
-    table = tmp_path / "table.json"
-    time_to_bleu.main(time_to_bleu.Config(minutes=0.05, json=str(table)))
-    ours, peer = rows_of(table)
-    assert list(ours) == time_to_bleu.COLUMNS
-    assert (ours["three"], ours["five"], ours["end"]) == ("0.0", "–", "4.00, 0.0 min")
-    assert peer["five"] == "0.0"
-    assert float(peer["end"].split(",")[0]) > 90  # smoothed: short sentences lose some
-    assert "| ours" in capsys.readouterr().out
-
-
-def test_marian_translates_while_it_learns(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(marian, "BucketSampler", lambda *_: [range(3)] * 2)
-    marian.learn(Task("learn", folder=str(folder), sizes=TINY, every=2, outputs=str(tmp_path)))
-    (file,) = tmp_path.glob("*.json")
-    assert len(json.loads(file.read_text())) == 100
+# ---------------------------------------------------------------- GPU
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
