@@ -32,10 +32,11 @@ from engine.errors import discard_output
 FIRST = ("train", "valid", "test")
 HARDWARE = ("cpu", "gpu", "memory")
 # Several curves in one chart, on the page CUSTOM SCALARS; it shows those of its tags that exist.
+# A run has an accuracy or a BLEU.
 CHARTS = {
     "loss": ["Multiline", [r"^(train|valid|test)/loss$"]],
     "perplexity": ["Multiline", [r"^(train|valid|test)/perplexity$"]],
-    "accuracy": ["Multiline", [r"^(train|valid|test)/accuracy$"]],
+    "score": ["Multiline", [r"^(train|valid|test)/(accuracy|bleu)$"]],
 }
 # Groups of flags that change a result, for the page HPARAMS.
 SETTINGS_THAT_MATTER = ("Model", "Training")

@@ -177,10 +177,13 @@ def test_training_and_validation_loss_are_in_one_chart(tmp_path):
     (event, *_) = events.Tensors("custom_scalars__config__")
     (text,) = tensor_util.make_ndarray(event.tensor_proto).flatten()
     layout = layout_pb2.Layout.FromString(text)
-    (loss,) = [c for category in layout.category for c in category.chart if c.title == "loss"]
-    (pattern,) = loss.multiline.tag
-    shown = [tag for tag in ("train/loss", "valid/loss", "test/loss", "train/smoothed_loss")]
-    assert [tag for tag in shown if re.match(pattern, tag)] == shown[:3]
+    (category,) = layout.category
+    patterns = {chart.title: chart.multiline.tag[0] for chart in category.chart}
+    losses = ["train/loss", "valid/loss", "test/loss", "train/smoothed_loss"]
+    assert [tag for tag in losses if re.match(patterns["loss"], tag)] == losses[:3]
+    # No run has a chart without curves: labs log an accuracy, train.py a BLEU.
+    scores = ["valid/accuracy", "valid/bleu", "valid/bleurt"]
+    assert [tag for tag in scores if re.match(patterns["score"], tag)] == scores[:2]
 
 
 def test_a_curve_that_cannot_be_written_ends_no_training(tmp_path, monkeypatch, capsys):
