@@ -13,7 +13,7 @@ docs/evaluation.md on the number that the handout's `evaluate()` would give.
 
 from dataclasses import dataclass
 
-from engine.config import checked, flag, parse_flags
+from engine.config import beside, checked, flag, parse_flags
 from engine.errors import UserError, run_script
 
 
@@ -149,7 +149,7 @@ def evaluate(config: Config) -> None:
             f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: "
             "at every position the model sees the reference before it"
         )
-    log(f"next: python report.py {shlex.quote(str(trained.run))}")
+    log(f"next: {beside('report.py')} {shlex.quote(str(trained.run))}")
     world.stop()
 
 
@@ -311,7 +311,8 @@ def print_card(
         "decoding",
         f"{decoding}; {len(scored.rows) / seconds:,.1f} sentences/s, "
         f"{translations.tokens / seconds:,.0f} tokens/s; "
-        f"{translations.capped} outputs reached the length limit without ending",
+        f"{translations.capped} of {len(scored.rows):,} outputs reached the length limit "
+        "without ending",
     )
     if translations.cut:
         longest = trained.model.config.max_length - 1  # and an end token
