@@ -327,7 +327,7 @@ def is_run(command: str) -> bool:
     return not any(re.search(pattern, command) for pattern in NOT_RUN)
 
 
-@pytest.mark.parametrize("page", ["docs/positional_encoding.md", "labs/attention_op/README.md"])
+@pytest.mark.parametrize("page", ["docs/positional_encoding.md"])
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     """Blocks that begin with `import torch`; they check what the page says, or print it."""
     monkeypatch.chdir(tmp_path)
