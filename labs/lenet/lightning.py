@@ -1,4 +1,5 @@
 """The same LeNet-5 with PyTorch Lightning: it brings the loop, the checkpoints and the devices.
+The checkpoints are pickle files: do not open those of strangers.
 
 pip install lightning
 python -m labs.lenet.lightning --data DIR    # MNIST's files; else found or drawn as in labs.lenet
