@@ -380,13 +380,14 @@ def format_help(config_class, description: str, positional: str | None) -> str:
             ]
             shown = f" [{f',{NO_BREAK}'.join(bounds)}]" if bounds else ""
             columns = f"  --{field.name:<{widest}}  {default!s:<5}  "
-            lines += textwrap.wrap(
-                f"{field.metadata['help']}{shown}",
+            wrapped = textwrap.wrap(
+                f"{field.metadata['help']}{shown}".replace("|", "| "),  # long choices may be broken
                 LINE,
                 initial_indent=columns,
                 subsequent_indent=" " * len(columns),
                 break_on_hyphens=False,
             )
+            lines += [line.replace("| ", "|") for line in wrapped]
     return "\n".join(lines).replace(NO_BREAK, " ") + "\n"
 
 

@@ -440,6 +440,20 @@ def test_help_shows_default_meaning_and_bounds(parse, capsys):
     ]
 
 
+def test_a_long_list_of_choices_is_broken_between_two():
+    choices = "|".join(f"choice_{number}" for number in range(12))
+
+    @dataclass
+    class Many:
+        which: str = flag("choice_1", f"one of them ({choices})", "Model")
+
+    lines = format_help(Many, "", None).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert all(line.endswith(("|", ")")) for line in lines[3:])
+    words = "".join(line.strip() for line in lines[3:])
+    assert choices.endswith(words.removesuffix(")"))
+
+
 def test_large_bounds_are_shown_in_full():
     @dataclass
     class Large:
