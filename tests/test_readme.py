@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -23,12 +22,10 @@ from conftest import (
     reversed_digits,
     write_pairs,
 )
-from torch.distributed.run import get_args_parser
 from torch.distributed.run import parse_args as torchrun_arguments
 
 import data
 import model
-import train
 from engine.config import parse_flags
 from engine.meters import Meter
 from engine.signals import SIGNALS
@@ -183,14 +180,8 @@ def parse(program: str, flags: list[str], monkeypatch) -> None:
     )
 
 
-def settings_file() -> str:
-    """The settings.yaml that docs/training.md shows."""
-    return dict(BLOCK.findall(read("docs/training.md")))["yaml"]
-
-
 @pytest.mark.parametrize("page", NAMES)
 def test_every_command_exists_and_takes_its_flags(page, tmp_path, monkeypatch):
-    (tmp_path / "settings.yaml").write_text(settings_file(), encoding="utf-8")
     (tmp_path / "runs/NAME").mkdir(parents=True)
     (tmp_path / "runs/NAME/config.json").write_text('{"epochs": 3}', encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -213,12 +204,9 @@ def test_the_pages_name_every_script():
 
 
 def test_torchrun_takes_no_flag_of_ours_for_its_own():
-    old = "shutdown" not in get_args_parser().format_help()
     for command in {command for page in NAMES for command in commands(page)}:
         program, flags = program_and_flags(command)
         if not command.startswith("torchrun ") or not program:
-            continue
-        if old and "--shutdown_timeout" in command:
             continue
         started = torchrun_arguments(shlex.split(command)[1:])
         assert started.training_script == program, command
@@ -290,16 +278,6 @@ def test_the_pages_that_programs_name_exist():
         assert not anchor or anchor in anchors(ROOT / page), f"{page}#{anchor}"
 
 
-def test_the_page_names_the_flags_that_may_change():
-    text = read("docs/training.md")
-    named = re.search(r"flags may change on `--resume`: `(.*?)`\.", text, re.DOTALL)[1]
-    assert set(re.findall(r"--(\w+)", named)) == {
-        field.name
-        for field in fields(train.Config)
-        if not field.metadata["fixed"] and field.name not in ("resume", "check")
-    }
-
-
 # -------------------------------------------------------------------- running them
 
 # What no test runs as it is typed, and why. Every other command of every page is run at reduced
@@ -307,7 +285,6 @@ def test_the_page_names_the_flags_that_may_change():
 NOT_RUN = {
     r"wmt/|google-bert/": "downloads from a hub",
     r"--nnodes|train\.py \$run": "needs several machines or SLURM",
-    r"--shutdown_timeout": "needs another version of torchrun",
     r"--precision int8": "needs a CPU with VNNI; tests/test_evaluate.py",
     r"--gpu_devices": "needs four GPUs; tests/labs/test_collectives.py",
     r"--serve": "a server does not end; tests/tools/serving/test_server.py",
@@ -412,7 +389,6 @@ def place(tmp_path_factory) -> Path:
     """A folder with data of the pages' names, and with tiny runs: NAME has five checkpoints, and
     A, B and lm are scored copies of it."""
     folder = tmp_path_factory.mktemp("readme")
-    (folder / "settings.yaml").write_text(settings_file(), encoding="utf-8")
     pairs = reversed_digits(2200)
     splits = {"train": slice(0, 2000), "validation": slice(2000, 2100), "test": slice(2100, 2200)}
     write_pairs(folder / "my_corpus", pairs, splits)
