@@ -616,7 +616,7 @@ def test_training_without_flags(place, capfd):
     assert output.count("no --data given") == output.count("device: ") == 1
 
 
-def test_the_example_in_python_runs_and_leaves_the_signals_as_they_were(place, monkeypatch, capsys):
+def test_the_example_in_python_runs_and_leaves_the_signals_as_they_were(place, monkeypatch):
     monkeypatch.chdir(place)
     example = dict(BLOCK.findall(read("docs/evaluation.md")))["python"]
     sizes = (
@@ -625,5 +625,4 @@ def test_the_example_in_python_runs_and_leaves_the_signals_as_they_were(place, m
     before = [signal.getsignal(number) for number in SIGNALS]
     exec(example.replace("max_minutes=20", sizes), names := {})
     assert [signal.getsignal(number) for number in SIGNALS] == before
-    assert names["folder"].is_dir() and len(names["translations"].texts) == 2
-    assert "nltk corpus_bleu" in capsys.readouterr().out
+    assert names["folder"].is_dir() and len(names["translations"].texts) == 1
