@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -123,6 +124,24 @@ def records(run: Path, key: str = "train/loss") -> dict[int, float]:
     points = [(line["step"], line[key]) for line in lines if key in line]
     assert len(dict(points)) == len(points)
     return dict(points)
+
+
+def commands_of_section(section: str) -> list[str]:
+    """Every `command` in a section of a page. In its table `--flags` are a command, too: behind
+    the last one before them in their row, else behind the last one above the table."""
+    found = []
+    above = ""
+    for line in section.splitlines():
+        last = above
+        for span in re.findall("`([^`]+)`", line):
+            if span.startswith(("python ", "torchrun ")):
+                last = span
+                found.append(span)
+            elif span.startswith("--") and line.startswith("|"):
+                found.append(f"{last} {span}")
+        if not line.startswith("|"):
+            above = last
+    return found
 
 
 def write_pairs(

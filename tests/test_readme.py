@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from conftest import (
     ROOT,
+    commands_of_section,
     forked,
     forked_ranks,
     in_this_process,
@@ -598,7 +599,7 @@ def test_every_command_is_run_or_there_is_a_reason():
         run.update(module_commands(module))
     for page in LAB_PAGES:
         run.update(lab_commands(page))
-        run.update(re.findall("`([^`]+)`", handout_table(page)))
+        run.update(commands_of_section(handout_table(page)))
     typed = {command: page for page in NAMES for command in commands(page)}
     assert not {command: typed[command] for command in typed.keys() - run if is_run(command)}
     for pattern in NOT_RUN:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import HANGS, Forked
+from conftest import HANGS, Forked, commands_of_section
 
 from engine.errors import UserError
 
@@ -25,6 +25,14 @@ def handout_commands(page: Path) -> list[tuple[str, list[str]]]:
     table = text.split("## The handout, line by line")[1].split("\n## ")[0]
     commands = re.findall(r"`(?:python|torchrun .*) -m (?:-- )?(labs\.[\w.]+)(.*?)`", table)
     return [(module, flags.split()) for module, flags in commands]
+
+
+def handout_trainings(page: Path, module: str) -> list[tuple[str, list[str]]]:
+    """(launcher, flags) of the module's commands in that section, where a row may name flags only."""
+    section = page.read_text(encoding="utf-8").split("## The handout, line by line")[1]
+    starts = re.compile(rf"(python|torchrun) .*?-m (?:-- )?{re.escape(module)}(?: (.*))?")
+    found = [starts.fullmatch(command) for command in commands_of_section(section)]
+    return [(match[1], (match[2] or "").split()) for match in found if match]
 
 
 def together(ranks: list[Forked]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, forked_ranks
-from helpers import handout_commands, refused
+from helpers import handout_trainings, refused
 from matplotlib.figure import Figure
 from pyarrow.parquet import write_table
 
@@ -566,14 +566,13 @@ def test_the_commands_that_meet_the_handout(lab, tmp_path, monkeypatch):
     """Those of the page, on a dozen articles; one process stands for torchrun's two."""
     write(tmp_path / "DIR/text.txt", wiki(12))
     write(tmp_path / "FILE", "the 1 2 3 4\nship -3 0 1 4\n")
-    commands = handout_commands(ROOT / "labs/wikitext/README.md")
-    assert len(commands) == 12
+    commands = handout_trainings(ROOT / "labs/wikitext/README.md", "labs.wikitext")
+    assert len(commands) == 13
     small = (
         "--d_model 8 --nhead 1 --num_layers 1 --seq_length 8 --batch_size 64 --device cpu".split()
     )
     monkeypatch.setattr(wikitext, "HANDOUT", HANDOUT | {"dim_feedforward": 8})
-    for number, (module, flags) in enumerate(commands):
-        assert module == "labs.wikitext"
+    for number, (_, flags) in enumerate(commands):
         if "--epochs" in flags:
             flags.remove("40")
             flags.insert(flags.index("--epochs") + 1, "3")
