@@ -28,7 +28,7 @@ def handout_commands(page: Path) -> list[tuple[str, list[str]]]:
 
 
 def handout_trainings(page: Path, module: str) -> list[tuple[str, list[str]]]:
-    """(launcher, flags) of the module's commands in that section, where a row may name flags only."""
+    """(launcher, flags) of the module's commands in that section; a row may name flags only."""
     section = page.read_text(encoding="utf-8").split("## The handout, line by line")[1]
     starts = re.compile(rf"(python|torchrun) .*?-m (?:-- )?{re.escape(module)}(?: (.*))?")
     found = [starts.fullmatch(command) for command in commands_of_section(section)]

@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import HANGS, ROOT, forked, forked_ranks, free_port
-from helpers import handout_commands, refused
+from helpers import handout_commands, handout_trainings, refused
 from random_models import needs_compiler, unlimited
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -92,13 +92,11 @@ SMALL += " --max_steps 1 --keep 0"
 
 def training_commands() -> dict[str, tuple[int, list[str]]]:
     """The commands of the page that train, at reduced size: name -> (processes, flags)."""
-    table = PAGE.read_text(encoding="utf-8").split("## The handout, line by line")[1]
-    table = table.split("\n## ")[0]
     found = {}
-    for launcher, flags in re.findall(r"`(python|torchrun).* labs\.gpt( .*?)?`", table):
+    for launcher, flags in handout_trainings(PAGE, "labs.gpt"):
         if "--plan" not in flags:
             name = f"command-{len(found)}"
-            words = [*flags.split(), *SMALL.split(), "--device", "cpu", "--run", name]
+            words = [*flags, *SMALL.split(), "--device", "cpu", "--run", name]
             found[name] = (2 if launcher == "torchrun" else 1, words)
     return found
 
@@ -191,16 +189,16 @@ def test_the_commands_that_meet_the_handout(runs, monkeypatch, capsys):
         assert result["steps"] == 1 and result["processes"] == len(result["peak_gib"]) == processes
         assert result["tokens_per_second"] * result["step_seconds"] == pytest.approx(4 * 16)
         assert result["data"] == ("wos/" if "wos/" in flags else "random ids")
-    commands = handout_commands(PAGE)
-    others = [command for command in commands if command[0] != "labs.gpt" or "--plan" in command[1]]
-    assert (len(commands), len(training_commands())) == (len(others) + 11, 11)
-    for module, flags in others:
+    assert len(training_commands()) == 12
+    plans = [flags for _, flags in handout_trainings(PAGE, "labs.gpt") if "--plan" in flags]
+    for flags in plans:
+        monkeypatch.setattr(sys, "argv", ["labs.gpt", *flags])
+        train(parse_flags(Config))
+    tables = [command for command in handout_commands(PAGE) if command[0] != "labs.gpt"]
+    for module, flags in tables:
         monkeypatch.setattr(sys, "argv", [module, *flags])
-        if module == "labs.gpt":
-            train(parse_flags(Config))
-        else:
-            parse_flags(sys.modules[module].Config)
-    assert {module for module, _ in others} == {"labs.gpt", "labs.gpt.compare", "labs.gpt.scales"}
+        parse_flags(sys.modules[module].Config)
+    assert {module for module, _ in tables} == {"labs.gpt.compare", "labs.gpt.scales"}
     assert "1,557,611,200 parameters" in capsys.readouterr().out
 
 
