@@ -512,13 +512,13 @@ def lab_commands(page: str) -> list[str]:
     """
     table = handout_table(page)
     bash = [block for language, block in BLOCK.findall(read(page)) if language == "bash"]
-    first_block = "".join(bash[:1])
+    first_block = [line.split(" #")[0].strip() for line in "".join(bash[:1]).splitlines()]
     found = dict.fromkeys(
         command
         for command in commands(page)
         if program_and_flags(command)[0] in REDUCED
         and is_run(command)
-        and (f"`{command}`" not in table or f"{command} " in first_block)
+        and (f"`{command}`" not in table or command in first_block)
     )
 
     def place_in_order(command: str) -> tuple[bool, ...]:
