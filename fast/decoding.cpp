@@ -352,13 +352,14 @@ void attend(const float* query, const float* mask, int64_t length, int64_t width
     largest = max(largest, real);
     store(scores.data() + t, real);
   }
-  const float bound = max_of(largest);
+  const float bound = std::max(max_of(largest), kLowest);  // finite, even if every score is -inf
   for (int64_t t = 0; t < padded; t += kLanes) {
     const Floats weight = exp(load(scores.data() + t) - bound);
     total += weight;
     store(scores.data() + t, weight);
   }
-  const float inverse = 1 / sum_of(total);
+  const float sum = sum_of(total);
+  const float inverse = sum > 0 ? 1 / sum : 0;  // as in PyTorch, attention to nothing is 0
   for (int64_t i = 0; i < width; i += kLanes) {
     Floats part[4] = {};
     for (int64_t b = 0; b < blocks; ++b) {

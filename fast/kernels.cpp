@@ -190,7 +190,6 @@ void relu_dropout_backward(const Narrow* grad, const Narrow* y, Narrow* x_grad, 
 
 namespace {
 
-constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr int64_t kBlock = 32;  // queries at once: with 32 keys their scores are 4 KiB, and stay in the nearest cache
 constexpr int64_t kRows = 4;    // rows of a product at once, in registers
 

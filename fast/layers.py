@@ -9,6 +9,7 @@ N = `rows_for(B·S)` or `rows_for(B·T)` rows, D model width. "Wide" is fp32, "n
 the products.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -263,20 +264,20 @@ def product_dtype() -> torch.dtype:
 
 
 def is_padding(mask: Tensor | None, x: Tensor) -> bool:
-    """Whether this is None or a boolean mask (B, S) of the padding of x, (B, S, D)."""
-    return mask is None or (mask.dtype == torch.bool and mask.shape == x.shape[:2])
+    """Whether this is None or a boolean mask (B, S) of the padding of x, (B, S, D).
+
+    Every sentence must have a token: of attention to nothing, PyTorch makes zeros.
+    """
+    if mask is None:
+        return True
+    return mask.dtype == torch.bool and mask.shape == x.shape[:2] and not mask.all(1).any()
 
 
 def added_mask(padding: Tensor | None) -> Tensor | None:
-    """True = padding → the number to add to the scores.
-
-    Half the lowest number instead of -inf: a row in which everything is padding then sees all
-    positions alike, and does not become nan.
-    """
+    """True = padding → the number to add to the scores."""
     if padding is None:
         return None
-    mask = torch.zeros_like(padding, dtype=torch.float32)
-    return mask.masked_fill(padding, torch.finfo(torch.float32).min / 2)
+    return torch.zeros_like(padding, dtype=torch.float32).masked_fill(padding, -math.inf)
 
 
 def is_causal(mask: Tensor | None, hint: bool | None, x: Tensor) -> bool | None:

@@ -25,6 +25,7 @@ typedef uint32_t Words __attribute__((vector_size(kRegisterBytes)));
 typedef uint16_t Shorts __attribute__((vector_size(kRegisterBytes / 2)));
 
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+constexpr float kLowest = std::numeric_limits<float>::lowest();
 // Added to a float below 2^22, it rounds to the nearest whole number and leaves that in the lowest bits: 1.5 · 2^23.
 constexpr float kRound = 12582912.0f;
 

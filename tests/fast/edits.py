@@ -82,6 +82,11 @@ EDITS = [
             "self.causal_mask[: src.size(1), : src.size(1)].T.roll(3, 0), src"
         },
     ),
+    Edit("a token that does not see itself", {"square.triu(1)": "square.triu(0)"}),
+    Edit(
+        "a source of one token hidden",
+        {"memory_key_padding_mask=src_pad": "memory_key_padding_mask=src_pad | (src_pad[:, 1:2])"},
+    ),
     Edit("no mask at the source", {"            memory_key_padding_mask=src_pad,\n": ""}),
     Edit(
         "halved positions and a forbidden token",
