@@ -321,7 +321,7 @@ def caption_of_bleu(runs: list[RunFiles]) -> Words:
     return (
         f"validation BLEU of {rows} rows, smoothed; the score under Results is another one: of all "
         "rows, without smoothing",
-        f"验证 BLEU：只用 {rows} 行，经过平滑；“评测结果”中的得分不同：用全部行，不平滑",
+        f"验证 BLEU：只用 {rows} 行，带平滑（smoothed BLEU）；“评测结果”中的得分用全部行，不带平滑",
     )
 
 
