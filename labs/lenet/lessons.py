@@ -4,7 +4,7 @@ python -m labs.lenet.lessons                       # both
 python -m labs.lenet.lessons --lesson containers
 
 relu        F.relu is a function, nn.ReLU a layer
-containers  nn.Sequential, nn.ModuleList and a list of Python
+containers  nn.Sequential, nn.ModuleList, nn.ModuleDict and a list of Python
 
 The output is Markdown, for a report.
 """
@@ -27,7 +27,7 @@ if __name__ == "__main__":
     settings = parse_flags(Config, "how to build a network, right and wrong")
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -114,7 +114,7 @@ class Layers(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """(B, SIDE, SIDE) → logits (B, 2)."""
         x = images
-        for layer in self.layers:  # a Sequential could be called: self.layers(x)
+        for layer in in_order(self.layers):  # a Sequential could be called: self.layers(x)
             x = layer(x)
         return self.output(x)
 
@@ -122,12 +122,15 @@ class Layers(nn.Module):
 CONTAINERS = {
     "`nn.Sequential(*layers)`": lambda layers: nn.Sequential(*layers),
     "`nn.ModuleList(layers)`": nn.ModuleList,
+    "`nn.ModuleDict(layers by name)`": lambda layers: nn.ModuleDict(
+        {f"layer{number}": layer for number, layer in enumerate(layers)}
+    ),
     "`layers`, a list of Python": list,
 }
 
 
 def lesson_containers() -> None:
-    """`nn.Sequential`, `nn.ModuleList` and a list of Python
+    """`nn.Sequential`, `nn.ModuleList`, `nn.ModuleDict` and a list of Python
 
     A module knows the layers that are its attributes, or inside a container of `nn`. It does not
     look into a list: the optimizer, `.to(device)` and `state_dict` never see layers in there.
@@ -169,9 +172,14 @@ def only_a_list() -> nn.Module:
     return model
 
 
+def in_order(layers) -> Iterable[nn.Module]:
+    """The layers of a container; iterating over a `ModuleDict` would give their names."""
+    return layers.values() if isinstance(layers, nn.ModuleDict) else layers
+
+
 def weights_of(model: Layers) -> list[Tensor]:
     """Weights and biases of the three hidden layers, wherever they are kept."""
-    return [weight for layer in model.layers for weight in layer.parameters()]
+    return [weight for layer in in_order(model.layers) for weight in layer.parameters()]
 
 
 def trained_loss(model: Layers) -> float:

@@ -213,8 +213,8 @@ def test_the_lesson_on_relu_shows_its_symptoms(capsys):
 def test_the_lesson_on_containers_shows_what_a_list_hides(capsys):
     lessons.main(lessons.Config(lesson="containers"))
     found = table_of(capsys.readouterr().out)
-    sequential, module_list, plain = (found[name] for name in lessons.CONTAINERS)
-    assert sequential == module_list
+    sequential, module_list, module_dict, plain = (found[name] for name in lessons.CONTAINERS)
+    assert sequential == module_list == module_dict
     assert sequential[:3] == ["12,610", "8", "6"] and plain[:3] == ["130", "2", "0"]
     assert float(sequential[3]) < 0.1 < 0.5 < float(plain[3])
     assert found["`nn.ModuleList(layers)(x)`"][0].startswith("NotImplementedError")
