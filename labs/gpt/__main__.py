@@ -126,7 +126,7 @@ from labs.gpt import checkpoints, measure, plan
 from labs.gpt.data import Data, load, load_tokenizer, prepare
 from labs.gpt.initial import Source, read_source, require_same_names, take_sizes
 from labs.gpt.parallel import Layout, complete_model, make_layout, make_optimizer
-from labs.gpt.sizes import PRESETS, Sizes, get_tflops
+from labs.gpt.sizes import PRESETS, Sizes, get_model_size, get_tflops
 
 WARMUP = 1000  # steps, at most a tenth of the run
 CLIP = 1.0  # largest norm of the gradient
@@ -334,6 +334,7 @@ def train(config: Config) -> Path | None:
         cpu_seconds = world.sum(torch.tensor(steps.cpu_median)).item()
         if world.is_main and steps.seconds:
             result = figures(config, sizes, steps.median, peak_flops)
+            result |= handout_figures(config, whole, steps.median)
             result |= {
                 "data": "random ids" if config.data == "random" else config.data,
                 "steps": state.step,
@@ -440,26 +441,25 @@ def validate(layout: Layout, data: Data) -> float:
 
 
 def figures(config: Config, sizes: Sizes, step_seconds: float, peak_flops: float) -> dict:
-    """Size and speed, by our formulas and the handout's."""
+    """Size and speed, by our formulas."""
     tokens = config.batch_size * sizes.seq_length
     flops = sizes.flops_per_token() * tokens / step_seconds
-    handout_parameters = sizes.parameters
-    if config.model == "hf":  # get_model_size counts the matrix of embedding and lm_head twice
-        handout_parameters += sizes.vocab_size * sizes.d_model
-    handout_tflops = get_tflops(
-        handout_parameters, config.batch_size, sizes.seq_length, step_seconds
-    )
     return {
         "parameters": sizes.parameters,
-        "handout_parameters": handout_parameters,
         "step_seconds": step_seconds,
         "tokens_per_second": tokens / step_seconds,
         "tflops": flops / 1e12,
         # Above 1 the peak is none: the product that measures it was disturbed by other programs,
         # or the CPU has no instructions for it (bf16).
         "share_of_peak": flops / peak_flops if flops <= peak_flops else None,
-        "handout_tflops": handout_tflops,
     }
+
+
+def handout_figures(config: Config, model: torch.nn.Module, step_seconds: float) -> dict:
+    """Size and speed of the complete model, by the handout's formulas."""
+    count = get_model_size(model)
+    tflops = get_tflops(count, config.batch_size, config.seq_length, step_seconds)
+    return {"handout_parameters": count, "handout_tflops": tflops}
 
 
 def time_left(step_seconds: float, steps: int, config: Config) -> str:
@@ -483,11 +483,17 @@ def verdict(loss: float, vocab_size: int, data: str) -> str:
     text = f"training loss {loss:.2f} at the end (mean of the last steps)"
     if data == "random":
         return f"{text}; random ids, so it says nothing"
+    guess = math.log(vocab_size)
+    if guess < LESS_THAN:
+        return (
+            f"{text}; guessing among the {vocab_size:,} tokens costs ln {vocab_size} = "
+            f"{guess:.2f}, so a loss below the handout's {LESS_THAN:g} says nothing here"
+        )
     relation = "below" if loss < LESS_THAN else "not below"
     success = "success" if loss < LESS_THAN else "no success"
     return (
         f"{text}, {relation} the handout's {LESS_THAN:g}: {success}; guessing among the "
-        f"{vocab_size:,} tokens has ln {vocab_size} = {math.log(vocab_size):.2f}"
+        f"{vocab_size:,} tokens costs ln {vocab_size} = {guess:.2f}"
     )
 
 

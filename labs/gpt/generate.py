@@ -45,16 +45,16 @@ import sys
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from labs.gpt.checkpoints import choose, load_weights
 from labs.gpt.data import load_tokenizer
-from labs.gpt.model import GPT
+from labs.gpt.model import GPT, HuggingFaceGPT
 
 
 @torch.no_grad()
 def generate(
-    model: GPT, tokens: Tensor, config: Config, longest: int, end: int | None = None
+    model: nn.Module, tokens: Tensor, config: Config, longest: int, end: int | None = None
 ) -> Tensor:
     """Token ids (1, T) → with at most `config.max_new_tokens` more; the last may be `end`.
 
@@ -94,9 +94,12 @@ def main(config: Config) -> None:
     if not (run / "tokenizer").is_dir():
         raise UserError(f"{run} was trained on random ids and cannot write; train with --data")
     weights, sizes = load_weights(path)
-    if not any(name.startswith("h.") for name in weights):
-        raise UserError(f"{run} is of --model hf; generation needs --model own")
-    model = GPT(sizes)
+    model: GPT | HuggingFaceGPT
+    if any(name.startswith("h.") for name in weights):
+        model = GPT(sizes)
+    else:  # --model hf; its output and embedding are one matrix, saved once
+        model = HuggingFaceGPT(sizes)
+        weights["model.lm_head.weight"] = weights["model.transformer.wte.weight"]
     model.load_state_dict(weights)
     tokenizer = load_tokenizer(run / "tokenizer")
     ids = tokenizer(config.prompt, add_special_tokens=False)["input_ids"]

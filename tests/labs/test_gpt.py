@@ -34,12 +34,21 @@ from engine.config import parse_flags
 from engine.distributed import World
 from engine.precision import Precision
 from labs.gpt import checkpoints, compare, generate, measure, pictures, plan, scales
-from labs.gpt.__main__ import Config, figures, resolved, sizes_of, time_left, train, verdict
+from labs.gpt.__main__ import (
+    Config,
+    figures,
+    handout_figures,
+    resolved,
+    sizes_of,
+    time_left,
+    train,
+    verdict,
+)
 from labs.gpt.checkpoints import load_weights, newest
 from labs.gpt.data import Data, prepare, read_documents
 from labs.gpt.model import GPT, CausalSelfAttention, HuggingFaceGPT, initial_weight, mean_loss
 from labs.gpt.parallel import Layout
-from labs.gpt.sizes import PRESETS, get_model_size, get_tflops
+from labs.gpt.sizes import PRESETS, get_model_size
 
 STEPS, OVERFLOWS = 4, 3  # steps of a case; in fp16 the step whose gradients overflow
 # 12 sequences per step: divisible by 2, 3 and 4. The vocabulary is divisible by none of them, so
@@ -347,6 +356,9 @@ def test_what_is_left_of_a_run_and_the_verdict():
     assert "ln 4096 = 8.32" in verdict(6.9, 4096, "wos")
     assert "not below the handout's 7: no success" in verdict(7.0, 4096, "wos")
     assert "success" not in verdict(6.9, 4096, "random")
+    # With few tokens a guess is below 7.
+    assert "costs ln 349 = 5.86, so a loss below the handout's 7 says" in verdict(5, 349, "wos")
+    assert "success" not in verdict(5, 1096, "wos") and "success" in verdict(5, 1097, "wos")
 
 
 def test_sizes_and_flops():
@@ -355,12 +367,12 @@ def test_sizes_and_flops():
     assert get_model_size(theirs) == 1_638_022_400  # the tied matrix counted twice
     assert get_model_size(ours) == 1_557_611_200
     for model in (theirs, ours):
-        config = Config(model="hf" if model is theirs else "own", batch_size=8)
-        result = figures(config, PRESETS["1.6b"], step_seconds=1.0, peak_flops=1.0)
+        result = handout_figures(Config(batch_size=8, seq_length=1024), model, step_seconds=2.0)
         assert result["handout_parameters"] == get_model_size(model)
+        tflops = get_model_size(model) * 8 * 1024 * 8 / 2e12
+        assert result["handout_tflops"] == pytest.approx(tflops)
     numbers = {sum(weights.numel() for weights in model.parameters()) for model in (theirs, ours)}
     assert numbers == {1_557_611_200} and PRESETS["1.6b"].parameters == 1_557_611_200
-    assert get_tflops(10**9, 8, 1024, 2.0) == pytest.approx(10**9 * 8 * 1024 * 8 / 2e12)
     sizes = PRESETS["124m"]
     with torch.device("meta"):
         model, tokens = GPT(sizes), torch.zeros(1, sizes.seq_length, dtype=torch.long)
@@ -606,7 +618,9 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
         train(config_of(resume=str(folder)))
     # The report takes such a number for the size of the model, so no other line may have one.
     log = (folder / "train.log").read_text(encoding="utf-8")
-    assert "s for step 2, about" in log and "below the handout's 7: success; guessing among" in log
+    assert (
+        "s for step 2, about" in log and "so a loss below the handout's 7 says nothing here" in log
+    )
     lines = [line for line in log.splitlines() if re.search(r"\d parameters", line)]
     assert lines and all(" model: own" in line for line in lines)
     values = losses(folder)
@@ -827,7 +841,7 @@ def test_a_run_that_saved_nothing_begins_with_init_again(tmp_path, monkeypatch):
         train(still(init="before", data="text.txt"))
 
 
-def test_a_local_gpt_2_of_hugging_face_is_fine_tuned(tmp_path, monkeypatch):
+def test_a_local_gpt_2_of_hugging_face_is_fine_tuned_and_writes(tmp_path, monkeypatch, capsys):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -854,6 +868,11 @@ def test_a_local_gpt_2_of_hugging_face_is_fine_tuned(tmp_path, monkeypatch):
         if name == "transformer.wpe.weight":
             weight = weight[:16]
         torch.testing.assert_close(tuned[f"model.{name}"], weight.detach(), rtol=0, atol=1e-9)
+    generate.main(generate.Config(ckpt="tuned", prompt="cell", temperature=0, max_new_tokens=6))
+    tokens = torch.tensor([[vocabulary[character] for character in "cell"]])
+    written = theirs.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=256)
+    read = PreTrainedTokenizerFast.from_pretrained("gpt2").decode
+    assert capsys.readouterr().out.endswith(read(written[0], skip_special_tokens=True) + "\n")
     with refused("is of --model hf; give --model hf"):
         train(still(init="gpt2", **{**text, "model": "own"}))
     file = Path("gpt2/config.json")
@@ -1009,15 +1028,15 @@ def test_scales_are_trained_or_planned(tmp_path, monkeypatch):
     # DDP holds the model on each card, two stages hold half of it each.
     assert layers[0] <= layers[1] < layers[2] and layers[0] < layers[3] and layers[4] == 48
     result = dict(loss=6.5, data="wos", peak_gib=[0.2, 0.1], minutes=1.5, parameters=7)
-    result["vocab_size"] = 300
-    random_ids = {**result, "data": "random ids"}
-    outcomes = [result, {**result, "loss": 7.5}, {"failed": "one line"}, random_ids]
+    result["vocab_size"] = 1500
+    random_ids, few_tokens = {**result, "data": "random ids"}, {**result, "vocab_size": 300}
+    outcomes = [result, {**result, "loss": 7.5}, {"failed": "one line"}, random_ids, few_tokens]
     rows = [scales.cells_of(scales.SCALES[0], settings[0], 0.2, outcome) for outcome in outcomes]
     with refused("--data wos: no such file or folder"):
         scales.main(config)
-    assert [row[-1] for row in rows] == ["yes", "no", "–", "– (random ids)"]
+    assert [row[-1] for row in rows] == ["yes", "no", "–", "– (random ids)", "– (a guess passes)"]
     row = dict(zip(scales.HEAD, rows[0]))
-    assert (row["vocabulary"], row["batch"], row["learning rate"]) == ("300", 8, "0.002")
+    assert (row["vocabulary"], row["batch"], row["learning rate"]) == ("1,500", 8, "0.002")
     assert (row["steps"], row["minutes"], row["final loss"]) == (300, "1.5", "6.50")
     scales.main(scales.Config(memory_gib=0.001, precision="fp32"))  # nothing fits
     table = Path("runs/scales-mini-fp32-cpu/table.md").read_text(encoding="utf-8")
