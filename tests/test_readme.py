@@ -289,6 +289,7 @@ NOT_RUN = {
     r"--precision int8": "needs a CPU with VNNI; tests/test_evaluate.py",
     r"--gpu_devices": "needs four GPUs; tests/labs/test_collectives.py",
     r"--serve": "a server does not end; tests/tools/serving/test_server.py",
+    r"--init gpt2/": "needs GPT-2's weights; tests/labs/test_gpt.py fine-tunes a small GPT-2",
     r"gpt\.(compare|scales)": "trains many models; tests/labs/test_gpt.py makes small tables",
     r"^bash run\.sh": "installs; tests/test_faults_run_sh.py starts it with a recording Python",
     r"-m pytest": "these tests",
