@@ -49,7 +49,7 @@ def main(config: Config) -> None:
     right = check_all(backends)
     threads = torch.get_num_threads()
     print(
-        f"\nforward and backward, {threads} threads, medians of {config.turns} turns"
+        f"\nforward and backward, threads: {threads}, medians of {config.turns} turns"
         "\nms: on the clock, which other programs slow down; CPU ms: of all threads together"
         "\nx: how many times python's CPU time is as long, in the same turn"
         "\nMiB: kept from the forward for the backward pass, inputs included"
@@ -86,8 +86,9 @@ def check_all(backends: list[str]) -> bool:
     """Print a line per operator and kernel of PyTorch; return whether all are right."""
     print(
         "\nlargest error, relative to the largest number where that is above 1; for attention over"
-        "\nno mask, padding, causal, and both. right: no error is above its limit, 2 x additions x"
-        "\neps, and gradcheck finds the numerical derivatives."
+        "\nno mask, padding, causal, and both. right: no error is above its limit, 2 x terms x eps"
+        "\n(terms: how many are summed, one sum after the other, on the way to a gradient), and"
+        "\ngradcheck finds the numerical derivatives."
     )
     titles = ("fp32 out", "gradient", "limit", "fp64 out", "gradient", "limit")
     print(f"{'':<18}{'PyTorch’s':<10}{''.join(f'{title:>9}' for title in titles)}  gradcheck")
@@ -178,16 +179,20 @@ def race(contestants: dict[str, Callable], inputs: list[torch.Tensor], turns: in
 
 
 def kept_bytes(operator: Callable, inputs: list[torch.Tensor]) -> int:
-    """The memory of the tensors that autograd keeps from the forward for the backward pass."""
-    kept = []
+    """The memory of the tensors that autograd keeps from the forward for the backward pass.
+
+    PyTorch's math kernel keeps the weights P in two places, as one memory, which counts once.
+    """
+    kept = {}  # address → bytes
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.nbytes)
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         operator(*inputs)
-    return sum(kept)
+    return sum(kept.values())
 
 
 if __name__ == "__main__":

@@ -9,11 +9,19 @@ is ∂L/∂O, and so on: a gradient has the shape of what it is the gradient of.
 (README.md) derives the formulas; our solutions are in gelu_python.py and attention_python.py.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
 
+def normal_cdf(x: Tensor) -> Tensor:
+    """Φ(x)"""
+    return 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
 def gelu_grad(y_grad: Tensor, x: Tensor) -> Tensor:
-    """1. y = x Φ(x): ∂y and x, of any shape → ∂x. `normal_cdf` in gelu_python.py is Φ."""
+    """1. y = x Φ(x): ∂y and x, of any shape → ∂x. Φ is `normal_cdf` above."""
     raise NotImplementedError
 
 
@@ -28,7 +36,10 @@ def weights_grad(out_grad: Tensor, v: Tensor) -> Tensor:
 
 
 def scores_grad(weights_grad: Tensor, weights: Tensor) -> Tensor:
-    """4. P = softmax(A) over the keys: ∂P and P → ∂A, all (B, H, S, T)"""
+    """4. P = softmax(A) over the keys: ∂P and P → ∂A, all (B, H, S, T)
+
+    O is not given: here δ is Σ_j P_ij ∂P_ij.
+    """
     raise NotImplementedError
 
 

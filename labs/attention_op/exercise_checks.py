@@ -1,5 +1,6 @@
 """The checker of exercise.py."""
 
+import argparse
 import sys
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from labs.attention_op import attention_python, checks, exercise
 
-SIZES = (2, 3, 5, 7, 4, 6)  # B, H, S, T, D, W: all different, so that a wrong axis is seen
+SIZES = (2, 3, 5, 7, 4, 8)  # B, H, S, T, D, W: all different, B·H too, so that a wrong axis is seen
 SCALE = 0.5  # 1/√D
 TERMS = checks.terms_of(SIZES)
 
@@ -102,6 +103,10 @@ def gradients_of_all_steps() -> bool:
 
 def main() -> None:
     """Print a line per step. Exits with 1 unless all steps are right."""
+    argparse.ArgumentParser(
+        "python -m labs.attention_op.exercise",
+        description="check the functions of exercise.py against autograd",
+    ).parse_args()
     print(
         "Each function beside the gradient that autograd finds for its formula: random numbers in"
         f"\nfp64, (B, H, S, T, D, W) = {SIZES}. right: no number differs by more than"

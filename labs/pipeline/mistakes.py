@@ -7,8 +7,8 @@ python -m labs.pipeline.mistakes                    # on the CPU; no data are ne
 3. The printed loss is a mean of the micro-batches' means.
 4. The last batch of an epoch may be too short to be cut into micro-batches.
 
-The first two are in the handout's program as it is. The other two cannot occur with its sizes: 12
-equally long sequences are three batches of 4. They appear with texts of other lengths or numbers.
+All four are in the handout's program, but none shows there: every sequence repeats one token, there
+are two stages, and 12 equally long sequences are three whole batches. Each pair below shows one.
 """
 
 import math
@@ -166,7 +166,6 @@ def main(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run_rank, args=(folder,), nprocs=3)
     mean_of_means, mean = losses_of_unequal_parts()
-    print("The next two need other data than the handout's 12 equally long sequences.")
     print("3. The loss of a batch whose micro-batches have 18 and 4 targets")
     print(f"   wrong, mean of means:         {mean_of_means:.4f}")
     print(f"   right, sum over all targets:  {mean:.4f}")

@@ -88,7 +88,8 @@ def report(
         line = f"rank {rank} (stage {stages}): {weights:,} weights"
         if events:
             held = most_held(events, rank)
-            line += f", activations of at most {held} forward passes of a stage at a time"
+            forward = sum(event.kind == "F" and event.rank == rank for event in events)
+            line += f", activations of at most {held} of {forward} forward passes at a time"
         run.log(f"{line}, peak memory {peak:.0f} MiB")
     if not events:
         return

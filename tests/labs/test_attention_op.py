@@ -5,6 +5,8 @@ import math
 import pickle
 import re
 import shutil
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -119,6 +121,9 @@ def test_kept_memory_is_that_of_the_tensors_for_the_backward_pass():
     inputs_and_weights = 2 * 3 * (5 * 4 + 7 * 4 + 7 * 6 + 5 * 7)
     output = 2 * 3 * 5 * 6
     assert script.kept_bytes(attention, [q, k, v]) == 8 * (inputs_and_weights + output)
+    # PyTorch's math kernel keeps P for the softmax and for the product, but has it only once.
+    math_kernel = partial(script.kernel_alone, "math")
+    assert script.kept_bytes(math_kernel, [q, k, v]) == 8 * inputs_and_weights
 
 
 @needs_compiler
@@ -373,6 +378,7 @@ def checked_exercise(monkeypatch, capsys, **functions) -> tuple[int, list[str]]:
     """The exit code, and the lines of the seven steps, with these functions filled in."""
     for name, function in functions.items():
         monkeypatch.setattr(exercise, name, function)
+    monkeypatch.setattr(sys, "argv", ["exercise"])
     with pytest.raises(SystemExit) as end:
         exercise_checks.main()
     return end.value.code, capsys.readouterr().out.splitlines()[-7:]
@@ -383,6 +389,13 @@ def test_the_exercise_begins_empty_and_ends_right(monkeypatch, capsys):
     assert code == 1 and all(line.endswith("not written yet") for line in lines[:6])
     code, lines = checked_exercise(monkeypatch, capsys, **SOLUTIONS)
     assert code == 0 and all("right  (" in line for line in lines)
+
+
+def test_the_exercise_has_help(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["exercise", "--help"])
+    with pytest.raises(SystemExit) as end:
+        exercise_checks.main()
+    assert end.value.code == 0 and "usage: python -m labs.attention_op" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, mistake, message", MISTAKES)

@@ -264,7 +264,7 @@ def test_a_run_leaves_picture_curves_and_memory(ran, report_of):
     assert (folder / "schedule.png").stat().st_size > 5000
     log = (folder / "train.log").read_text()
     assert "MiB" in log and "in theory 20.0%" in log and "rank 1 (stage 1)" in log
-    assert "activations of at most 2 forward passes of a stage at a time, peak memory" in log
+    assert "activations of at most 2 of 4 forward passes at a time, peak memory" in log
     assert "pipeline/bubble_share" in (folder / "metrics.jsonl").read_text()
     page = report_of(folder)
     assert " Training</h2>" in page and "<code>Linear</code>" in page
@@ -421,7 +421,7 @@ def test_the_measured_bubble_is_the_median(tmp_path):
     report.report(pipeline, run, recorded, [10.0, 30.0, 20.0], step=3, peak_mib=12.3)
     assert "bubble: measured 50.0%, the median of 3 steps" in lines[0]
     assert "speed: 20 tokens/s" in lines[1]
-    assert "forward passes of a stage at a time, peak memory 12 MiB" in lines[2]
+    assert "at most 1 of 1 forward passes at a time, peak memory 12 MiB" in lines[2]
     (_, results), _ = run.telemetry.hyperparameters.call_args
     assert results == {"result/bubble_share": pytest.approx(0.5)}
     (_, _, figure), _ = run.telemetry.figure.call_args
