@@ -56,6 +56,10 @@ FREEZABLE: dict[str, tuple[str, ...]] = {
 }
 
 
+# Tokens that `sampled_cross_entropy` draws besides the targets.
+OTHER_TOKENS = 2048
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a `Translator`. Raises `UserError` if they do not fit together."""
@@ -284,13 +288,33 @@ def sinusoids(length: int, d_model: int) -> Tensor:
 
 
 class SummedLoss(nn.Module):
-    """A translator and its loss in one module, for DDP and torch.compile, which wrap modules."""
+    """A translator and its loss in one module, for DDP and torch.compile, which wrap modules.
+
+    `sampled`: estimate it with `sampled_cross_entropy` where that saves time.
+    """
 
     def __init__(self, model: Translator, label_smoothing: float, sliced: bool = True):
         super().__init__()
         self.model = model
         self.label_smoothing = label_smoothing
         self.sliced = sliced
+        self.sampled = False
+        self.tokens_in_softmax = model.config.target_vocab  # of the last call
+
+    def flops(self, source_tokens: int, target_tokens: int) -> float:
+        """`training_flops` of this number of tokens, with a softmax like that of the last call."""
+        sizes = self.model.config
+        return training_flops(sizes, source_tokens, target_tokens, self.tokens_in_softmax)
+
+    def is_one_product(self) -> bool:
+        """Whether the logits are the product with the output layer's weights and nothing else."""
+        return not has_hooks(self.model) and can_slice(self.model.logits, self.model.output)
+
+    def can_sample(self) -> bool:
+        """Whether an estimate saves time: on a CPU, with a large vocabulary."""
+        is_large = self.model.config.target_vocab > 4 * OTHER_TOKENS
+        on_cpu = self.model.output.weight.device.type == "cpu"
+        return is_large and on_cpu and self.is_one_product()
 
     def forward(
         self,
@@ -309,7 +333,14 @@ class SummedLoss(nn.Module):
         micro-batches and ranks to divide by. A mean of means would weigh short batches too much.
         """
         output = self.model.output
-        if self.sliced and not has_hooks(self.model) and can_slice(self.model.logits, output):
+        self.tokens_in_softmax = self.model.config.target_vocab
+        if self.sampled and self.can_sample():
+            hidden = self.model.hidden(src, src_pad, tgt_in, target_positions)  # (N, D)
+            *loss, self.tokens_in_softmax = sampled_cross_entropy(
+                hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.sliced
+            )
+            return tuple(loss)
+        if self.sliced and self.is_one_product():
             # The same numbers as below, without all N · V logits in memory at once.
             hidden = self.model.hidden(src, src_pad, tgt_in, target_positions)  # (N, D)
             return linear_cross_entropy(
@@ -336,7 +367,49 @@ def cross_entropy(logits: Tensor, tgt_out: Tensor, label_smoothing: float) -> tu
     return torch.lerp(plain, uniform, label_smoothing), plain.detach()
 
 
-def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) -> float:
+def sampled_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    tgt_out: Tensor,
+    label_smoothing: float,
+    sliced: bool = True,
+) -> tuple[Tensor, Tensor, int]:
+    """An estimate of `cross_entropy` from some of the tokens: (smoothed, plain, how many tokens).
+
+    hidden (N, D), weight (V, D), bias (V,), tgt_out (N,). The sum of the softmax runs over all
+    targets and over `OTHER_TOKENS` others, drawn uniformly, each of which stands for several (Jean
+    et al. 2015, arXiv:1412.2007).
+    """
+    vocabulary = len(weight)
+    is_target = torch.zeros(vocabulary, dtype=torch.bool)
+    is_target[tgt_out] = True
+    targets = is_target.nonzero().squeeze(1)
+    others = (~is_target).nonzero().squeeze(1)
+    drawn = others[torch.randperm(len(others))[:OTHER_TOKENS]]
+    rows = torch.cat([targets, drawn])  # (C,)
+    # exp(logit + ln k) = k · exp(logit): a drawn token counts for k tokens.
+    correction = torch.zeros(len(rows))
+    if len(drawn):
+        correction[len(targets) :] = math.log(len(others) / len(drawn))
+    place = torch.empty(vocabulary, dtype=torch.long)  # of a token among the rows
+    place[rows] = torch.arange(len(rows))
+    part = (weight.index_select(0, rows), bias[rows] + correction)  # of the output layer
+    if sliced:
+        estimate, plain = linear_cross_entropy(hidden, *part, place[tgt_out], 0.0)
+    else:
+        estimate, plain = cross_entropy(F.linear(hidden, *part), place[tgt_out], 0.0)
+    # Label smoothing needs no softmax: smoothed = plain + ε · (logit of the target - mean logit).
+    with torch.autocast(hidden.device.type, enabled=False):
+        of_targets = (hidden * F.embedding(tgt_out, weight)).sum() + bias[tgt_out].sum()
+        of_all = hidden.sum(0) @ weight.mean(0) + len(hidden) * bias.mean()
+    smoothed = estimate + label_smoothing * (of_targets - of_all)
+    return smoothed, plain, len(rows)
+
+
+def training_flops(
+    config: ModelConfig, source_tokens: int, target_tokens: int, tokens_in_softmax: int = 0
+) -> float:
     """Floating-point operations of one forward and backward pass over this number of tokens.
 
     Only matrix products with weights count. W weights cost 2 · W per token forward (multiply and
@@ -350,7 +423,7 @@ def training_flops(config: ModelConfig, source_tokens: int, target_tokens: int) 
     # Cross-attention applies its query and output to target tokens, its key and value to sources.
     decoder_weights = config.num_decoder_layers * (6 * d_squared + feed_forward)
     memory_weights = config.num_decoder_layers * 2 * d_squared
-    output_weights = config.d_model * config.target_vocab
+    output_weights = config.d_model * (tokens_in_softmax or config.target_vocab)
     source = source_tokens * (encoder_weights + memory_weights)
     target = target_tokens * (decoder_weights + output_weights)
     return (2.0 + 4.0) * (source + target)

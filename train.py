@@ -174,6 +174,7 @@ from engine.telemetry import progress_bar
 from loading import load_chosen, save_description, with_source
 from micro_batches import micro_batches_that_fit
 from model import (
+    OTHER_TOKENS,
     PRESETS,
     ModelConfig,
     SummedLoss,
@@ -294,12 +295,19 @@ def train(config: Config) -> Path:
             save_description(run.folder, sizes, prepared, is_new=not config.resume)
 
         # -------- the loop
+        # While the rate is level, an estimate of the loss is enough, and more steps fit into the
+        # time. While it falls, which decides about the result, the loss is exact.
+        may_sample = isinstance(loss_of, SummedLoss) and not config.compile and loss_of.can_sample()
+        flops_of = partial(training_flops, sizes)
+        if may_sample:
+            log(describe_sampling())
+            flops_of = loss_of.flops
         if config.compile:
             # Batches have many shapes; without `dynamic` each would be compiled anew.
             loss_of = torch.compile(loss_of, dynamic=True)
         parallel_loss = world.data_parallel(loss_of)
         peak_flops = measured_peak_flops(world.device, precision.dtype)
-        meter = Meter(config.log_every, peak_flops, partial(training_flops, sizes))
+        meter = Meter(config.log_every, peak_flops, flops_of)
         # In percent: what ends the run may be steps or minutes.
         bar = progress_bar(total=100, desc=run.folder.name, bar_format=BAR)
         losses: list[Tensor] = []  # of the steps since the last log line
@@ -355,6 +363,7 @@ def train(config: Config) -> Path:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             world.set_seed(config.seed, step)
+            loss_of.sampled = may_sample and not schedule.is_falling(progress, config.schedule)
 
             # The gradient of one loss: summed over all pairs of this step, on all ranks,
             # and divided by their number of target tokens.
@@ -391,7 +400,7 @@ def train(config: Config) -> Path:
                 minutes = minutes_since(session_began)
                 done = progress_at(step, minutes=minutes)
                 minutes_left = minutes * (1 - min(1.0, done)) / done
-                log(step_line(step, step / steps_per_epoch, curves, minutes_left))
+                log(step_line(step, step / steps_per_epoch, curves, minutes_left, loss_of.sampled))
 
         bar.close()
         if interrupted:
@@ -534,6 +543,14 @@ def describe_steps(
     )
 
 
+def describe_sampling() -> str:
+    """One line: why a loss is marked with ~."""
+    return (
+        "note: until the learning rate falls, the training loss is an estimate, marked ~, from all "
+        f"target tokens of a batch and {OTHER_TOKENS:,} others of the vocabulary"
+    )
+
+
 def training_curves(
     losses: list[Tensor],
     learning_rate: float,
@@ -556,14 +573,19 @@ def training_curves(
     return curves | meter.read(ranks=world.size) | precision.curves()
 
 
-def step_line(step: int, epoch: float, curves: dict[str, float], minutes_left: float) -> str:
+def step_line(
+    step: int, epoch: float, curves: dict[str, float], minutes_left: float, estimated: bool
+) -> str:
     """The line of a step, for a terminal of 80 columns."""
+    loss = f"{curves['train/loss']:.3f}"
+    if estimated:
+        loss = f"~{curves['train/loss']:.2f}"
     speed = ""
     if "speed/tokens_per_second" in curves:  # not after the first step
         speed = f"  {curves['speed/tokens_per_second']:,.0f} tok/s"
     digits = 0 if minutes_left >= 10 else 1
     return (
-        f"step {step:>5,}  epoch {epoch:.1f}  loss {curves['train/loss']:.3f}"
+        f"step {step:>5,}  epoch {epoch:.1f}  loss {loss}"
         f"  lr {curves['train/learning_rate']:.1e}{speed}"
         f"  about {minutes_left:,.{digits}f} min left"
     )

@@ -66,6 +66,16 @@ def learning_rate(
     return peak * max(0.0, min(1.0, rising, SCHEDULES[schedule].shape(progress)))
 
 
+def is_falling(progress: float, schedule: str = "wsd") -> bool:
+    """Whether the rate is on its way to zero."""
+    return SCHEDULES[schedule].shape(progress) < 1
+
+
+def share_of_fall(schedule: str) -> float:
+    """The part of a run in which the rate falls."""
+    return sum(is_falling((percent + 0.5) / 100, schedule) for percent in range(100)) / 100
+
+
 def is_validation_step(
     step: int, progress: float, progress_before: float, eval_every: int, steps_per_epoch: int
 ) -> bool:

@@ -19,6 +19,8 @@ from model import (
     SummedLoss,
     Translator,
     cross_attention,
+    cross_entropy,
+    sampled_cross_entropy,
     sinusoids,
     sizes_of,
     training_flops,
@@ -133,6 +135,55 @@ def test_smoothed_loss_is_its_definition():
     assert torch.allclose(smoothed, expected) and smoothed.requires_grad
     assert torch.allclose(plain, -sum(row[t] for row, t in zip(rows, target)))
     assert not plain.requires_grad
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_sampled_cross_entropy_estimates_the_whole_one(sliced, monkeypatch):
+    """Its gradient is right on average; with all tokens drawn it is the whole one."""
+    torch.manual_seed(1)
+    weight = (torch.randn(200, 16) / 4).requires_grad_()
+    bias = torch.randn(200, requires_grad=True)
+    hidden = torch.randn(60, 16, requires_grad=True)
+    target = torch.randint(0, 50, (60,))
+    inputs = (hidden, weight, bias)
+    expected = cross_entropy(F.linear(*inputs), target, 0.1)
+    gradient = torch.autograd.grad(expected[0], inputs)
+
+    monkeypatch.setattr(model_py, "OTHER_TOKENS", 200)
+    smoothed, plain, count = sampled_cross_entropy(*inputs, target, 0.1, sliced)
+    assert count == 200
+    torch.testing.assert_close((smoothed, plain), expected)
+    torch.testing.assert_close(torch.autograd.grad(smoothed, inputs), gradient)
+
+    monkeypatch.setattr(model_py, "OTHER_TOKENS", 60)
+    total = torch.zeros_like(weight)
+    for _ in range(400):
+        smoothed, plain, count = sampled_cross_entropy(*inputs, target, 0.1, sliced)
+        total += torch.autograd.grad(smoothed, weight)[0]
+    assert count == 60 + len(target.unique()) and not plain.requires_grad
+    assert (total / 400 - gradient[1]).norm() < 0.1 * gradient[1].norm()
+
+
+def test_the_loss_is_sampled_only_where_the_logits_are_one_product(monkeypatch):
+    model, (src, src_pad, tgt_in) = make_model(dtype=torch.float32), make_batch()
+    batch = (src, src_pad, tgt_in, torch.arange(18), tgt_in.flatten())
+    loss_of = SummedLoss(model, 0.1)
+    whole = loss_of(*batch)
+    assert loss_of.tokens_in_softmax == TARGET_VOCAB and not loss_of.can_sample()  # a small one
+    loss_of.sampled = True
+    torch.testing.assert_close(loss_of(*batch), whole)
+
+    monkeypatch.setattr(model_py, "OTHER_TOKENS", 8)
+    assert loss_of.can_sample()
+    loss_of(*batch)
+    assert loss_of.tokens_in_softmax == 8 + len(tgt_in.unique()) < TARGET_VOCAB
+    skipped = TARGET_VOCAB - loss_of.tokens_in_softmax
+    saved = training_flops(model.config, 21, 18) - loss_of.flops(21, 18)
+    assert saved == 6 * 18 * model.config.d_model * skipped
+
+    model.logits = lambda hidden: model.output(hidden) / 2
+    changed = SummedLoss(model, 0.1)(*batch)
+    torch.testing.assert_close(loss_of(*batch), changed)
 
 
 def test_the_loss_is_fp32_under_autocast():

@@ -14,9 +14,11 @@ from test_train import config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data import Collate
+import model
+from data import Collate, TextSettings, prepare
 from engine import memory
 from engine.errors import UserError
+from engine.precision import Precision
 from text.reading import find_text
 from tools import machine, preflight
 from tools.reporting import masks
@@ -130,6 +132,26 @@ def test_the_speed_is_that_of_warm_undisturbed_steps(seconds, monkeypatch):
     largest = max(sizes)
     assert largest == (128 if seconds < 1 else 1024)
     assert speed == pytest.approx(largest / (0.1 + largest / 1000))
+
+
+def test_the_speed_counts_both_parts_of_a_run(toy_data, tmp_path, monkeypatch):
+    """100 tokens/s with the whole vocabulary, in the last 30 %, and 200 before."""
+    monkeypatch.setattr(model, "OTHER_TOKENS", 8)
+    tokens_in_softmax = []
+
+    def measure_speed(step, budget):
+        step(budget)
+        tokens_in_softmax.append(trial.loss_of.tokens_in_softmax)
+        return 100.0 * len(tokens_in_softmax)
+
+    monkeypatch.setattr(preflight, "measure_speed", measure_speed)
+    text_settings = TextSettings(source_vocab=300, target_vocab=300)
+    sample = prepare(find_text(str(toy_data)), tmp_path, text_settings)
+    sizes = preflight.sizes_of(config(), 300, 300)
+    precision = Precision(torch.device("cpu"), "fp32", "")
+    trial = preflight.Trial(config(), sample, sizes, precision)
+    assert trial.measure_speed(200) == pytest.approx(1 / (0.3 / 100 + 0.7 / 200), rel=0.01)
+    assert tokens_in_softmax[0] == 300 > tokens_in_softmax[1]
 
 
 def test_a_full_disk(tmp_path, pairs, monkeypatch):

@@ -456,6 +456,31 @@ def test_as_many_checkpoints_are_kept_as_asked(few_pairs, here, monkeypatch):
     assert kept == ["best", "last", "step-2", "step-4"]
 
 
+def test_the_loss_is_sampled_until_the_rate_falls(few_pairs, here, monkeypatch):
+    """Each rank draws its own tokens; the same ones after an interruption."""
+    monkeypatch.setattr(model_py, "OTHER_TOKENS", 60)
+    settings = dict(data=str(few_pairs), max_steps=10, eval_every=5, log_every=1)
+    unbroken = here.with_name("sampled")
+    training.train(config(**settings, run=str(unbroken)))
+    marked = ["loss ~" in line for line in log_of(unbroken).splitlines() if "  lr " in line]
+    assert marked == [True] * 8 + [False] * 2
+    assert "marked ~, from all target tokens of a batch" in " ".join(log_of(unbroken).split())
+
+    with monkeypatch.context() as patch:
+        interrupt_in(patch, 4)
+        training.train(config(**settings, run=str(here)))
+    training.train(resumed(here))
+    assert_same_run(unbroken, here)
+
+    monkeypatch.setattr(model_py, "OTHER_TOKENS", 10**6)
+    whole = here.with_name("whole-vocabulary")
+    training.train(config(**settings, run=str(whole)))
+    assert "~" not in log_of(whole)
+    # The first step has the same weights in both.
+    estimate, exact = curve(unbroken)[1], curve(whole)[1]
+    assert estimate != exact and estimate == pytest.approx(exact, rel=0.1)
+
+
 def test_the_chosen_format_reaches_every_forward_pass(few_pairs, here, monkeypatch):
     seen, plain = [], training.SummedLoss.forward
 
@@ -938,7 +963,7 @@ def test_the_line_of_a_step_fits_a_terminal():
         "train/learning_rate": 0.00123,
         "speed/tokens_per_second": 99_999.0,
     }
-    line = training.step_line(9999, 19.99, curves, 119.0)
+    line = training.step_line(9999, 19.99, curves, 119.0, estimated=True)
     assert len(line) <= 80 and line.endswith("  99,999 tok/s  about 119 min left")
 
 

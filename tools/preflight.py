@@ -25,6 +25,7 @@ from data import (
     default_tokens_per_batch,
     prepare,
 )
+from engine import schedule
 from engine.checkpoint import RESUMABLE
 from engine.devices import choose_device, hidden_gpus
 from engine.distributed import several_asked
@@ -336,7 +337,7 @@ class Trial:
         return batch.source_tokens + batch.target_tokens
 
     def measure_speed(self, budget: int) -> float:
-        """Tokens per second in steps of at most `budget` tokens."""
+        """Tokens per second over a whole run, in steps of at most `budget` tokens."""
         fast.keep_tensors_together(self.device)
         batches = {}  # by size
 
@@ -346,7 +347,14 @@ class Trial:
                 batches[tokens] = iter(sampler)
             return self.step(next(batches[tokens]))
 
-        return measure_speed(step, budget)
+        exact = measure_speed(step, budget)
+        if self.config.compile or not self.loss_of.can_sample():
+            return exact
+        self.loss_of.sampled = True
+        sampled = measure_speed(step, budget)
+        self.loss_of.sampled = False
+        share = schedule.share_of_fall(self.config.schedule)
+        return 1 / (share / exact + (1 - share) / sampled)
 
     def measure_memory(self, heaviest: list[np.ndarray], budget: int) -> tuple[int, float]:
         """The micro-batches of a step, and the GiB that the heaviest steps need.

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.schedule import is_validation_step, learning_rate, progress, warmup_steps
+from engine.schedule import (
+    DECAY_SHARE,
+    is_falling,
+    is_validation_step,
+    learning_rate,
+    progress,
+    share_of_fall,
+    warmup_steps,
+)
 
 
 def rates(total: int, asked: int = 1000) -> list[float]:
@@ -64,6 +72,12 @@ def test_up_level_down(total, asked):
     falling = shape[int(0.7 * total) + 1 :]
     assert falling == sorted(falling, reverse=True)
     assert total < 20 or max(shape) == 1
+
+
+def test_the_rate_falls_in_the_last_part():
+    assert not is_falling(0.0) and not is_falling(0.69)
+    assert is_falling(0.71) and is_falling(1.0)
+    assert share_of_fall("wsd") == pytest.approx(DECAY_SHARE, abs=0.01)
 
 
 @given(seconds=st.lists(st.floats(0.2, 30), min_size=100, max_size=400))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import train
 from engine.optimizer import OPTIMIZERS
 from engine.schedule import SCHEDULES
 from tools.reporting import references as refs
@@ -15,8 +16,10 @@ TRANSLATION = {refs.TRANSFORMER, refs.TORCH_TRANSFORMER, refs.TIED, refs.BLEU, *
 SCORED = {"nltk": 1, "interval": [0, 1], "chrf": 2}
 
 
-def cited(kind: str, results: dict | None = None, session: dict | None = None, **config) -> set:
-    run = RunFiles(Path("r"), "r", kind=kind, config=config, results=results or {})
+def cited(
+    kind: str, results: dict | None = None, session: dict | None = None, log: str = "", **config
+) -> set:
+    run = RunFiles(Path("r"), "r", kind=kind, config=config, results=results or {}, log=log)
     run.environment = [{"processes": 1, "precision": "fp32", **(session or {})}]
     return {reference for reference, _, _ in refs.references_of(run)}
 
@@ -37,6 +40,7 @@ def test_the_papers_of_an_optimizer_are_those_of_its_table(name):
         ({"tokenizer": "x", "label_smoothing": 0.0, "clip": 1.0}, {refs.CLIPPING}),
         ({"tokenizer": "x", "norm_first": True, "compile": True}, {refs.PRE_NORM, refs.COMPILE}),
         ({"tokenizer": "x", "select": True}, {refs.SELECTION, refs.SELECTION_OF_PAIRS}),
+        ({"tokenizer": "x", "log": train.describe_sampling()}, {refs.SAMPLED}),
         ({"tokenizer": "x", "session": {"processes": 2}}, {refs.DDP}),
         ({"tokenizer": "x", "session": {"processes": 2}, "shard": True}, {refs.FSDP}),
         ({"tokenizer": "x", "session": {"precision": "bf16"}}, {refs.MIXED_PRECISION}),

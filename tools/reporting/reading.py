@@ -116,6 +116,11 @@ class RunFiles:
         """Whether train.py made it, so that evaluate.py can score it."""
         return self.kind in TRANSLATION
 
+    @property
+    def samples_the_softmax(self) -> bool:
+        """Whether some of its training losses are estimates, as train.py notes."""
+        return "training loss is an estimate" in " ".join(self.log.split())
+
     # ---------------------------------------------------------------- curves
 
     def series(self, tag: str) -> tuple[list[int], list[float]]:

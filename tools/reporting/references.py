@@ -20,6 +20,7 @@ TIED = "Press and Wolf 2017, Using the Output Embedding, arXiv:1608.05859"
 PRE_NORM = "Xiong et al. 2020, On Layer Normalization in the Transformer, arXiv:2002.04745"
 DROPOUT = "Srivastava et al. 2014, Dropout, JMLR 15"
 SMOOTHING = "Szegedy et al. 2016, Rethinking the Inception Architecture, arXiv:1512.00567"
+SAMPLED = "Jean et al. 2015, On Using Very Large Target Vocabulary, arXiv:1412.2007"
 CLIPPING = "Pascanu et al. 2013, On the Difficulty of Training RNNs, arXiv:1211.5063"
 BPE = "Sennrich et al. 2016, Neural MT of Rare Words with Subword Units, arXiv:1508.07909"
 SELECTION = "Moore and Lewis 2010, Intelligent Selection of Language Model Training Data"
@@ -126,6 +127,8 @@ def of_translation(run: RunFiles) -> Iterator[Use]:
         yield SELECTION_OF_PAIRS, selection, "text/cleaning.py"
     if run.kind == "attention_op":
         yield FLASH, ("attention by hand", "手写的注意力"), "labs/attention_op"
+    if run.samples_the_softmax:
+        yield SAMPLED, ("sampled softmax", "采样 softmax"), "model.py"
     yield BLEU, SCORE, "text/bleu.py"
     scores = [result for result in run.results.values() if "nltk" in result]
     if scores:

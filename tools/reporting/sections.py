@@ -307,6 +307,12 @@ def curves(page: Page, runs: list[RunFiles]) -> None:
         if name == "loss" and any(run.is_translation for run in runs):
             remark = (", without label smoothing", "，不含标签平滑")
             caption = tuple(page_text + more for page_text, more in zip(caption, remark))
+        if name == "loss" and any(run.samples_the_softmax for run in runs):
+            remark = (
+                "; that of training is an estimate until the learning rate falls",
+                "；学习率下降之前，训练损失是估计值",
+            )
+            caption = tuple(page_text + more for page_text, more in zip(caption, remark))
         if name == "bleu":
             caption = caption_of_bleu(runs)
         drawn[name] = (figures.curves(runs, name, tags, page.language), caption)
@@ -481,15 +487,18 @@ def translations(page: Page, examples: Examples) -> None:
     )
     file = examples.runs[0].results[name]["data"]
     for part, numbers in examples.parts.items():
+        lines = []
         for row in numbers:
             source, reference = (Fact(row, text, f"{file}#{row}") for text in examples.rows[row])
-            lines = [[("source", "原文"), source, ""], [("reference", "参考译文"), reference, ""]]
+            lines.append([("source", "原文"), source, ""])
+            lines.append([("reference", "参考译文"), reference, ""])
             for run, scores in zip(examples.runs, examples.scores):
                 place = f"{run.name}/{name}.txt#{row}"
                 text = Fact(row, run.hypotheses[name][row], place)
                 score = Fact(scores[row], f"{scores[row]:.1f}", f"computed from {place}")
-                lines.append([run.name, text, score])
-            page.table([part, "", ("score", "得分")], lines)
+                who = run.name if len(examples.runs) > 1 else ("translation", "译文")
+                lines.append([who, text, score])
+        page.table([part, "", ("score", "得分")], lines)
 
 
 def draw_attention(examples: Examples) -> dict[str, tuple[object, Words]]:
