@@ -397,7 +397,7 @@ def place(tmp_path_factory) -> Path:
     for file in (folder / "my_corpus").iterdir():
         text = file.read_text(encoding="utf-8")
         file.write_text(re.sub(r'"zh": ("[^"]*")', r'\g<0>, "de": \1', text), encoding="utf-8")
-    for name in ("sample", "minidataset", "DIR"):
+    for name in ("sample", "minidataset", "DIR", "NEWS", "DIALOGUES"):
         (folder / name).symlink_to("my_corpus")
     lines = ["\t".join((*pair, *pair)) for pair in pairs]
     table = "\n".join(["zh\ten\tChinese\tEnglish", *lines])
