@@ -153,7 +153,7 @@ def run_tests_of_kernels(folder: Path, **variables: str) -> None:
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), **variables}
     files = [
         Path(__file__).with_name(f"test_{name}.py")
-        for name in ("kernels", "compiled_decoding", "training")
+        for name in ("kernels", "kernel_layers", "compiled_decoding")
     ]
     words = [sys.executable, "-m", "pytest", "-x", "-p", "no:randomly", *files]
     done = subprocess.run(
