@@ -158,6 +158,7 @@ def race(config: Config, names: list[str], sentences: Sentences, folder: Path) -
     baseline: list[list[int]] = []  # the outputs of the first contestant
 
     def turn(name: str) -> Figures | None:
+        """One turn of a contestant; None if it could not run."""
         figures = start(name, contestants[name], task)
         if figures is None:
             return None

@@ -111,6 +111,7 @@ def measure_speed(config: Config, corpus: Prepared, names: list[str]) -> list[Ro
     sizes = sizes_of(config, corpus)
 
     def turn(name: str) -> Figures | None:
+        """One turn of a contestant; None if it could not run."""
         figures = train_once(config, corpus, name)
         if figures and "peak_tflops" in figures:
             target = figures[FIGURE]
@@ -171,6 +172,7 @@ def measure_limits(config: Config, corpus: Prepared) -> list[Row]:
     shapes = Counter(products(sizes, source, target))
 
     def turn(name: str) -> Figures | None:
+        """One turn of a contestant; None if it could not run."""
         if name not in FORMATS:
             return train_once(config, corpus, name)
         dtype, _ = FORMATS[name]

@@ -51,6 +51,8 @@ def layers_of(model: nn.Module, *inputs) -> list[Layer]:
     parents: list[str] = []  # names of modules that are one row
 
     def add(name: str, module: nn.Module) -> None:
+        """Note the module when it is called."""
+
         def record(module: nn.Module, arguments, output) -> None:
             if module in seen:  # the model calls it several times
                 return

@@ -173,10 +173,12 @@ class Run(contextlib.AbstractContextManager):
         self.log(f"environment: {', '.join(known)}")
 
         def write() -> None:
+            """Write all sessions of the run."""
             with contextlib.suppress(OSError):  # a full disk need not end the training
                 atomic_write(path, as_json(sessions))
 
         def write_seconds() -> None:
+            """Note how long this session has lasted, and write."""
             session["seconds"] = round(time.perf_counter() - self.started, 1)
             write()
 

@@ -21,6 +21,7 @@ def caught_signals():
     received = []
 
     def remember(number, _frame):
+        """Note the signal; the next one of its kind ends the process at once."""
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
 

@@ -97,6 +97,7 @@ class Telemetry:
         self.last_step = step
 
         def write() -> None:
+            """One point of each curve."""
             now = time.time()
             record: dict[str, float | None] = {"step": step, "time": now}
             for tag, value in values.items():

@@ -113,6 +113,7 @@ def _count_as_nltk(metric) -> None:
     count = metric._compute_segment_statistics  # sacreBLEU has no public name for it
 
     def count_at_least_one(hypothesis: str, reference: dict) -> list[int]:
+        """As `count`, but no n-gram length has a total of 0."""
         statistics = count(hypothesis, reference)  # lengths, matches of 1- to 4-grams, totals
         totals = statistics[-metric.max_ngram_order :]
         at_least_one = [max(1, total) for total in totals]

@@ -235,6 +235,7 @@ def directory_files(root: Path, source: str, log: Callable) -> tuple[str, dict[s
     """The form that is read, and its files by split."""
 
     def refuse(error: OSError):
+        """A folder that cannot be read is an error, not an empty one."""
         raise UserError(f"cannot list {error.filename}: {error.strerror}; check its permissions")
 
     by_form: dict[str, list[Path]] = {}

@@ -342,6 +342,7 @@ class Trial:
         batches = {}  # by size
 
         def step(tokens: int) -> int:
+            """A step on the next batch of this size."""
             if tokens not in batches:
                 sampler = BucketSampler(self.pairs.lengths, tokens, seed=self.config.seed)
                 batches[tokens] = iter(sampler)
@@ -390,6 +391,7 @@ class Trial:
         """The same for a GPU."""
 
         def try_steps(micro_batches: int) -> None:
+            """Take the heaviest steps, divided into this many micro-batches."""
             # A trial that ran out of memory may have left a loss scaler half-way through a step.
             self.precision = Precision(self.device, self.precision.name, self.precision.reason)
             for pairs in heaviest:

@@ -30,6 +30,7 @@ def decode(task: Task) -> dict:
     special = {names[name]: token for name, token in task.target_ids.items() if name in names}
 
     def translate(sources: list[list[int]]) -> list[list[int]]:
+        """Token ids in, token ids out."""
         # As decoding.output_limit, which needs torch.
         longest = task.sizes["max_length"]
         limits = [min((len(source) + 1) * 3 // 2 + 10, longest) for source in sources]

@@ -62,6 +62,7 @@ def make_step(
     criterion = nn.CrossEntropyLoss(ignore_index=pad, label_smoothing=LABEL_SMOOTHING)
 
     def take_step(batch: Batch) -> None:
+        """Forward pass, backward pass, update."""
         inputs = dict(input_ids=batch.src, attention_mask=(~batch.src_pad).long())
         with autocast():
             output = model(**inputs, decoder_input_ids=batch.tgt_in, use_cache=False)

@@ -82,6 +82,7 @@ def decode(task: Task) -> dict:
     )
 
     def translate(sources: list[list[int]]) -> list[list[int]]:
+        """Token ids in, token ids out."""
         with precision.autocast():
             return [hypotheses[0].tokens for hypotheses in search(sources)]
 

@@ -186,6 +186,7 @@ def kept_bytes(operator: Callable, inputs: list[torch.Tensor]) -> int:
     kept = {}  # address → bytes
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
+        """Count the memory behind a kept tensor, once."""
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor

@@ -122,6 +122,7 @@ def gradcheck_attention(backend: str) -> bool:
     mask = random_padding(2, 4)
 
     def operator(*qkv: Tensor) -> Tensor:
+        """Attention as a function of its three inputs alone."""
         torch.manual_seed(0)  # drops the same weights in every call
         return attention(*qkv, mask, causal=True, dropout=0.3, backend=backend)
 

@@ -96,6 +96,7 @@ def gradients_of_all_steps() -> bool:
     bias[0] = -torch.inf
 
     def operator(*qkv: Tensor) -> Tensor:
+        """Attention as a function of its three inputs alone."""
         return AttentionOfExercise.apply(*qkv, bias)
 
     return torch.autograd.gradcheck(operator, inputs, raise_exception=False)

@@ -25,6 +25,7 @@ def main(config: Config) -> None:
     """Training as train.py does it, with every attention layer of the model replaced."""
 
     def by_hand(translator: model.Translator) -> None:
+        """Put the lab's attention into a new model."""
         use_in(translator, config.attention)
 
     model.CHANGES.append(by_hand)

@@ -77,6 +77,7 @@ def lesson_gather(gpus: tuple[int, ...] = (), target: int = 1) -> None:
     group = dist.new_group(members)  # every rank makes this call, members or not
 
     def gather_in_subgroup(**destination: int):
+        """`gather` within the group; ranks outside it do not call."""
         return gather(x, 1, group, **destination) if rank in members else "not in the group"
 
     calls = {

@@ -265,11 +265,13 @@ def lesson_ddp(gpus: tuple[int, ...] = ()) -> None:
     group = dist.new_group(backend="nccl") if gpus else None
 
     def in_ddp(network: nn.Module) -> nn.Module:
+        """Wrapped for one process on each GPU."""
         if gpus:
             network = network.to(f"cuda:{gpus[rank]}")
         return DistributedDataParallel(network, process_group=group)
 
     def in_data_parallel(network: nn.Module) -> nn.Module:
+        """Wrapped for one process with all GPUs, or its imitation."""
         if gpus:
             return nn.DataParallel(network.to(f"cuda:{gpus[0]}"), device_ids=list(gpus))
         return DataParallelByHand(network, size)

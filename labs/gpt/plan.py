@@ -304,6 +304,7 @@ def most_layers(
     """The most layers of this width that fit; 0 if not even one per stage fits."""
 
     def too_many(layers: int) -> bool:
+        """Whether this depth needs more memory than there is."""
         deeper = replace(sizes, num_layers=layers)
         return memory(config, deeper, processes, device_type).total > memory_gib * GIB
 

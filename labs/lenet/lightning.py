@@ -64,6 +64,7 @@ class Classifier(lightning.LightningModule):
         warmup = schedule.warmup_steps(1000, total)
 
         def share_of_peak(step: int) -> float:
+            """The learning rate of a step, as a share of the peak."""
             progress = schedule.progress(step, total)
             return schedule.learning_rate(1.0, step + 1, progress, warmup)
 
