@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,6 +130,13 @@ def test_teacher_forcing_compares_logits_in_fp32(tiny_run):
     trained.model.output.register_forward_hook(lambda *call: formats.append(call[-1].dtype))
     teacher_forced_match(trained, scored, CPU, choose_precision(CPU.device, "bf16"))
     assert set(formats) == {torch.float32}
+
+
+def test_the_next_command_names_the_script_as_it_was_typed(toy_run, evaluate, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["../the lab/evaluate.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    output = evaluate(toy_run, ckpt="runs/toy", limit=5)
+    assert output.splitlines()[-1].startswith("next: python '../the lab/report.py' ")
 
 
 def card_of(scored: Scored, texts: list[str]) -> tuple[dict, str]:

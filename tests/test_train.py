@@ -458,12 +458,21 @@ def test_as_many_checkpoints_are_kept_as_asked(few_pairs, here, monkeypatch):
 
 def test_the_loss_is_sampled_until_the_rate_falls(few_pairs, here, monkeypatch):
     """Each rank draws its own tokens; the same ones after an interruption."""
+    flops = []  # that the meter counts for so many tokens, at each log line
+
+    class Recorded(training.Meter):
+        def read(self, **options):
+            flops.append(self.flops_of(100, 100))
+            return super().read(**options)
+
+    monkeypatch.setattr(training, "Meter", Recorded)
     monkeypatch.setattr(model_py, "OTHER_TOKENS", 60)
     settings = dict(data=str(few_pairs), max_steps=10, eval_every=5, log_every=1)
     unbroken = here.with_name("sampled")
     training.train(config(**settings, run=str(unbroken)))
     marked = ["loss ~" in line for line in log_of(unbroken).splitlines() if "  lr " in line]
     assert marked == [True] * 8 + [False] * 2
+    assert max(flops[:8]) < flops[8] == flops[9]
     assert "marked ~, from all target tokens of a batch" in " ".join(log_of(unbroken).split())
 
     with monkeypatch.context() as patch:
