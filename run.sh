@@ -237,7 +237,7 @@ cat <<END
 Next:
   tensorboard --logdir runs                    # curves (source $activate first)
   python ${at}translate.py 我昨天买了三本书。          # translate a sentence
-  python ${at}evaluate.py --beam 4                  # beam search
+  python ${at}evaluate.py --beam 5                  # beam search
   python ${at}report.py                             # the report of this run
   python ${at}train.py --help                       # every flag
 END

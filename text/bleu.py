@@ -292,7 +292,7 @@ def card_lines(card: dict[str, Any]) -> list[str]:
     elif card["short"] and abs(card["nltk"] - card["sacrebleu"]) >= 0.005:
         lines += note(
             "nltk's BLEU is lower than sacreBLEU's, because it adds an n-gram without a match for "
-            f"each translation of fewer than n tokens; {card['short']:,} have fewer than 4"
+            f"each translation of fewer than n tokens (below four tokens: {card['short']:,})"
         )
     if card["empty"]:
         lines += note(f"{card['empty']:,} references are empty, and no translation matches these")

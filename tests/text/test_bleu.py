@@ -229,7 +229,7 @@ def test_the_card_explains_a_gap_to_sacrebleu():
     assert short["short"] == 20 and short["sacrebleu"] - short["nltk"] > 0.1
     assert notes(REFERENCES + titles, HYPOTHESES + titles) == (
         "note: nltk's BLEU is lower than sacreBLEU's, because it adds an n-gram without a match "
-        "for each translation of fewer than n tokens; 20 have fewer than 4"
+        "for each translation of fewer than n tokens (below four tokens: 20)"
     )
     hopeless = (["the cat sat on the mat"], ["the dog sat by the door"])
     card = bleu_card(*hopeless)

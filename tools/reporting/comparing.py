@@ -47,7 +47,7 @@ def compare_evaluations(run: RunFiles) -> tuple[str, list[Compared]]:
     rows = next(filter(None, (rows_of(run, name) for name in names)), [])
     names = [name for name in names if len(run.hypotheses[name]) == len(rows)]
     if len(names) < 2:
-        command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))} --beam 4"
+        command = f"python evaluate.py --ckpt {shlex.quote(str(run.folder))} --beam 5"
         raise UserError(
             why_no_rows([run])
             or f"--compare needs two runs, or two evaluations of one on the same rows: {command}"
