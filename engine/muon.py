@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from engine.distributed import distribute_like, full_tensor
 
 # Momentum: Jordan et al. 2024. Weight decay: in short runs 0.01, 0.1 and 1.0 were worse; in runs
-# of 8 and 20 epochs 0.01 was as good (docs/results.md).
+# of 8 and 20 epochs 0.01 was as good (docs/results/more-recipe.json).
 MUON = {"momentum": 0.95, "weight_decay": 0.3}
 
 

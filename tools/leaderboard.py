@@ -37,7 +37,7 @@ EVALUATE = Path(__file__).parent.parent / "evaluate.py"
 # evaluate.py reads these of a run; tokenizer is a folder.
 FILES_FOR_SCORING = (*FILES_OF_A_RUN, "data.json")
 # BLEU. Other number formats and processors give slightly other translations; int8 on a CPU scores
-# 0.07 less than fp32 (docs/results.md).
+# 0.07 less than fp32 (docs/performance.md).
 TOLERANCE = 0.3
 LONGEST_TEXT = 200  # characters of a student's text in a cell
 HEAD = ("place", "name", "BLEU again", "BLEU claimed", "parameters", "seed", "data", "notes")
