@@ -567,7 +567,7 @@ def test_the_commands_that_meet_the_handout(lab, tmp_path, monkeypatch):
     write(tmp_path / "DIR/text.txt", wiki(12))
     write(tmp_path / "FILE", "the 1 2 3 4\nship -3 0 1 4\n")
     commands = handout_trainings(ROOT / "labs/wikitext/README.md", "labs.wikitext")
-    assert len(commands) == 13
+    assert len(commands) == 12
     small = (
         "--d_model 8 --nhead 1 --num_layers 1 --seq_length 8 --batch_size 64 --device cpu".split()
     )
