@@ -348,8 +348,8 @@ class Decoder:
         if int8 and (reason or not on_cpu):
             reason = reason or "the device is not a CPU"
             raise UserError(
-                "--precision int8 needs Linux, g++, a CPU with AVX-512 VNNI, PyTorch's own layers "
-                f"and sizes that are multiples of 16, but {reason}; use --precision fp32"
+                f"--precision int8: {reason}; it needs Linux, g++, a CPU with AVX-512 VNNI, "
+                "PyTorch's own layers and sizes that are multiples of 16; use --precision fp32"
             )
 
     def keep_what_agrees(self, decoders: list[nn.TransformerDecoder]) -> str:

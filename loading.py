@@ -22,7 +22,7 @@ from engine.errors import UserError
 from engine.files import atomic_write, names_place
 from engine.precision import Precision, choose_precision
 from engine.run import find_run, load_weights_into, with_values
-from model import PRESETS, ModelConfig, Translator, make_translator
+from model import NOT_IN_WEIGHTS, PRESETS, ModelConfig, Translator, make_translator
 from text.subwords import load_tokenizer, tokenizer_key
 
 # A folder that has all of these is a run of train.py.
@@ -194,7 +194,8 @@ def mean_of(members: list[Path]) -> dict[str, Tensor]:
 def with_source(config):
     """The settings of train.py with what --init brings: its tokenizers, sizes and languages.
 
-    Flags may change the dropout rate, and the languages if the new data name them otherwise.
+    Flags may change what no weight depends on, and the languages if the new data have other names
+    for them.
     Raises `UserError` for a flag that asks for another model.
     """
     chosen = choose_checkpoint(config.init)
@@ -207,7 +208,7 @@ def with_source(config):
     if "preset" in given:
         asked = PRESETS[config.preset] | asked
     brought = asdict(sizes)
-    for name in sorted(asked.keys() & brought.keys() - {"dropout"}):
+    for name in sorted(asked.keys() & brought.keys() - NOT_IN_WEIGHTS):
         is_automatic = name.endswith("_vocab") and asked[name] == 0
         if asked[name] != brought[name] and not is_automatic:
             raise UserError(

@@ -19,14 +19,14 @@ Sizes in shape comments:
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import UserError
-from fast import can_slice, has_hooks, linear_cross_entropy
+from fast import can_slice, has_hooks, linear_cross_entropy, use_kernels
 
 # In evaluation PyTorch would compute an encoder layer with one fused function that bypasses its
 # attention module: a change of such a module would take effect in training only.
@@ -55,6 +55,8 @@ FREEZABLE: dict[str, tuple[str, ...]] = {
     "embeddings": ("source_embedding", "target_embedding"),
 }
 
+# Fields of `ModelConfig` on which no weight depends: with --init they may change.
+NOT_IN_WEIGHTS = {"dropout"}
 
 # Tokens that `sampled_cross_entropy` draws besides the targets.
 OTHER_TOKENS = 2048
@@ -89,19 +91,12 @@ class ModelConfig:
 
 
 def sizes_of(config, source_vocab: int, target_vocab: int) -> ModelConfig:
-    """The sizes that train.py's settings ask for, with vocabularies of this many tokens."""
-    return ModelConfig(
-        source_vocab,
-        target_vocab,
-        d_model=config.d_model,
-        nhead=config.nhead,
-        num_encoder_layers=config.num_encoder_layers,
-        num_decoder_layers=config.num_decoder_layers,
-        dim_feedforward=config.dim_feedforward,
-        dropout=config.dropout,
-        norm_first=config.norm_first,
-        max_length=config.max_length,
-    )
+    """The sizes that train.py's settings of the same names ask for, with these vocabularies."""
+    sizes = {}
+    for field in fields(ModelConfig):
+        if field.name not in ("source_vocab", "target_vocab") and hasattr(config, field.name):
+            sizes[field.name] = getattr(config, field.name)
+    return ModelConfig(source_vocab, target_vocab, **sizes)
 
 
 class Translator(nn.Module):
@@ -348,6 +343,20 @@ class SummedLoss(nn.Module):
             )
         logits = self.model(src, src_pad, tgt_in, target_positions)  # (N, V)
         return cross_entropy(logits, tgt_out, self.label_smoothing)
+
+
+def make_loss(
+    model: Translator,
+    config,
+    dtype: torch.dtype,
+    log: Callable[[str], None] = lambda line: None,
+) -> SummedLoss:
+    """The loss of train.py with these settings; products are computed in `dtype`."""
+    if config.fast and not config.compile:
+        # On a CPU, PyTorch's encoder and decoder compute the same in less time. All else in this
+        # file runs as it is written.
+        use_kernels(model, dtype, log)
+    return SummedLoss(model, config.label_smoothing, sliced=config.fast)
 
 
 def cross_entropy(logits: Tensor, tgt_out: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:

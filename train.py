@@ -8,7 +8,6 @@ python train.py --resume runs/NAME                  # continue exactly where it 
 python train.py --init runs/NAME --data my_corpus/  # fine-tune a trained model on other data
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -63,7 +62,7 @@ class Config:
     )
     freeze: str = flag(
         "",
-        "weights that are not trained (encoder|embeddings); the encoder has its embedding",
+        "weights that are not trained (encoder|embeddings); encoder: with the source embedding",
         "Model",
         fixed=True,
     )
@@ -136,6 +135,7 @@ class Config:
                 )
         if self.source == self.target:
             raise UserError(f"--source and --target are both {self.source!r}; choose two languages")
+        # The help text lists choices (a|b), which are checked, only where there are several.
         if self.schedule not in SCHEDULES:
             raise UserError(f"--schedule {self.schedule} is unknown; choose {', '.join(SCHEDULES)}")
 
@@ -180,6 +180,7 @@ from model import (
     SummedLoss,
     Translator,
     freeze,
+    make_loss,
     make_translator,
     sizes_of,
     training_flops,
@@ -199,7 +200,7 @@ class State:
     last_validation_minutes: float = 0.0  # `minutes` when it began
     best_loss: float | None = None  # the lowest validation loss, in nats per token
     best_bleu: float | None = None  # of the same validation, on rank 0
-    bad_validations: int = 0  # validations since then
+    bad_validations: int = 0  # validations since the one with the best loss
 
     def take(self, loss: float, bleu: float | None) -> bool:
         """Note the result of a validation; returns whether its loss is the best so far."""
@@ -241,7 +242,7 @@ def train(config: Config) -> Path:
         freeze(model, config.freeze)
         if config.shard:
             world.shard(model, log)
-        loss_of = make_loss(model, config, precision, log)
+        loss_of = make_loss(model, config, precision.dtype, log)
         weights = trained_weights(model)
         # Muon is for the matrices of the hidden layers: those of model.transformer.
         optimizer = make_optimizer(
@@ -279,7 +280,7 @@ def train(config: Config) -> Path:
         progress_at = partial(
             schedule.progress, total_steps=total_steps, max_minutes=config.max_minutes
         )
-        # Adam's and Muon's running means know nothing in the first steps: a small rate first.
+        # A small rate first, because the optimizer's running means then rest on few gradients.
         warmup = schedule.warmup_steps(config.warmup, total_steps)
         log(str(model))
         log(describe_parameters(model))
@@ -296,7 +297,7 @@ def train(config: Config) -> Path:
 
         # -------- the loop
         # While the rate is level, an estimate of the loss is enough, and more steps fit into the
-        # time. While it falls, which decides about the result, the loss is exact.
+        # time. While it falls, which determines the result, the loss is exact.
         may_sample = isinstance(loss_of, SummedLoss) and not config.compile and loss_of.can_sample()
         flops_of = partial(training_flops, sizes)
         if may_sample:
@@ -323,12 +324,14 @@ def train(config: Config) -> Path:
             progress = progress_at(state.step, minutes=state.minutes)
             bar.update(100 * min(1.0, progress) - bar.n)
 
-            before = progress_at(state.last_validation, minutes=state.last_validation_minutes)
-            is_validation_step = schedule.is_validation_step(
-                state.step, progress, before, config.eval_every, steps_per_epoch
+            progress_before = progress_at(
+                state.last_validation, minutes=state.last_validation_minutes
             )
-            # Once only: a resumed run may begin at a step that was validated. Not where a signal
-            # came: whoever sent it may not wait so long.
+            is_validation_step = schedule.is_validation_step(
+                state.step, progress, progress_before, config.eval_every, steps_per_epoch
+            )
+            # A resumed run may begin at a step that was validated before. After a signal there is
+            # no time for a validation.
             validation_due = (
                 is_validation_step and state.step > state.last_validation and not interrupted
             )
@@ -365,8 +368,8 @@ def train(config: Config) -> Path:
             world.set_seed(config.seed, step)
             loss_of.sampled = may_sample and not schedule.is_falling(progress, config.schedule)
 
-            # The gradient of one loss: summed over all pairs of this step, on all ranks,
-            # and divided by their number of target tokens.
+            # The loss of a step is the mean over its target tokens, those of all micro-batches and
+            # ranks: each part sums its losses and divides by the number of all.
             tokens = next(target_tokens)
             step_loss = torch.zeros((), device=world.device)
             for micro_batch in range(1, config.accumulate + 1):
@@ -380,7 +383,7 @@ def train(config: Config) -> Path:
                         # Smoothing keeps the model from being too sure of itself. Only the loss
                         # without it makes a perplexity, so that one is logged.
                         smoothed, plain = parallel_loss(*batch.inputs)
-                    # × size: the average over the ranks becomes their sum.
+                    # DDP divides the sum over the ranks by their number; × size undoes that.
                     precision.backward(smoothed / tokens * world.size)
                 step_loss += plain / tokens
             # Clip the gradient, so that one odd batch cannot throw the weights far away; update
@@ -445,7 +448,7 @@ def resolve(
 
     def trial_loss() -> nn.Module:
         """Of a model for the trial alone."""
-        return make_loss(make_translator(sizes).to(world.device), config, precision)
+        return make_loss(make_translator(sizes).to(world.device), config, precision.dtype)
 
     accumulate = config.accumulate
     if not accumulate and config.shard and world.size > 1:
@@ -503,17 +506,6 @@ def load_initial_weights(model: Translator, config: Config, run: Run) -> None:
     trained = load_chosen(chosen)
     load_weights_into(model, trained.model.state_dict(), chosen)
     run.log(f"init: weights of {trained.name}; new optimizer, step 0")
-
-
-def make_loss(
-    model: Translator, config: Config, precision: Precision, log: Callable = lambda line: None
-) -> nn.Module:
-    """The loss of a batch, smoothed and plain."""
-    if config.fast and not config.compile:
-        # On a CPU, PyTorch's encoder and decoder compute the same in less time. All else in
-        # model.py runs as it is written.
-        fast.use_kernels(model, precision.dtype, log)
-    return SummedLoss(model, config.label_smoothing, sliced=config.fast)
 
 
 # ---------------------------------------------------------------- what is logged

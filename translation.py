@@ -18,7 +18,8 @@ class Translations:
     """The translations of lines, in their order, and facts about them."""
 
     texts: list[str]
-    nbest: list[list[tuple[str, float | None]]]  # texts and scores of each line, best first
+    # Texts and scores of each line, best first: at least one; greedy search gives no scores.
+    nbest: list[list[tuple[str, float | None]]]
     tokens: int  # of `texts`, end tokens included
     capped: int  # how many of `texts` reached the limit without ending
     cut: int  # how many sources were cut, because the model has fewer positions

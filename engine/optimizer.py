@@ -1,4 +1,5 @@
-"""The optimizers by name. A new one is a function that makes it, and a row of `OPTIMIZERS`.
+"""The optimizers of train.py by name. A new one is a function that makes it, and a row of
+`OPTIMIZERS`.
 
 Without PyTorch until an optimizer is made: `python train.py --help` reads the table, too.
 """
@@ -36,7 +37,7 @@ def make_muon(
 
 
 def trained_weights(module: "torch.nn.Module") -> list["torch.nn.Parameter"]:
-    """The weights that are not frozen; the others get no gradient, which Muon would miss."""
+    """The weights that are not frozen. The others get no gradient."""
     return [weight for weight in module.parameters() if weight.requires_grad]
 
 
@@ -78,7 +79,7 @@ def make_optimizer(
     Muon is made. Matrix products of the optimizer itself are computed in `dtype`.
 
     An optimizer must be fused or, as `Muon` does, heed its attribute `found_inf`: if this tensor is
-    1, a gradient was not finite, and the step must change nothing. In fp16 GradScaler sets it,
-    otherwise `Precision.step`.
+    1, a gradient was not finite, and the step must change nothing, not even if it is the first one.
+    In fp16 GradScaler sets it, otherwise `Precision.step`.
     """
     return OPTIMIZERS[name].make(model, hidden_layers, lr, dtype)

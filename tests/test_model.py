@@ -1,7 +1,7 @@
 """The model against a float64 reference written by hand; what modes must not change."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest.mock import Mock
 
 import pytest
@@ -251,6 +251,24 @@ def test_without_flags_the_model_is_the_handouts():
         max_length=512,
     )
     assert Config().label_smoothing == 0.1
+
+
+def test_every_setting_of_the_model_reaches_it():
+    asked = dict(
+        d_model=24,
+        nhead=3,
+        num_encoder_layers=1,
+        num_decoder_layers=2,
+        dim_feedforward=40,
+        dropout=0.2,
+        norm_first=True,
+        max_length=50,
+    )
+    assert asdict(sizes_of(Config(**asked), 7, 9)) == {
+        "source_vocab": 7,
+        "target_vocab": 9,
+        **asked,
+    }
 
 
 @pytest.mark.parametrize("preset, millions, dropout", [("base", 65, 0.1), ("big", 213, 0.3)])

@@ -36,7 +36,7 @@ from engine.optimizer import make_optimizer, trained_weights
 from engine.precision import Precision, choose_precision
 from engine.run import folder_of, refuse_begun
 from micro_batches import fewest_micro_batches
-from model import ModelConfig, SummedLoss, freeze, make_translator, sizes_of
+from model import ModelConfig, freeze, make_loss, make_translator, sizes_of
 from text.cleaning import REASONS, hash_of_pair, missing_splits
 from text.reading import (
     ParallelText,
@@ -313,9 +313,7 @@ class Trial:
         torch.manual_seed(config.seed)
         self.model = make_translator(sizes).to(self.device)
         freeze(self.model, config.freeze)
-        if config.fast:
-            fast.use_kernels(self.model, precision.dtype)
-        self.loss_of = SummedLoss(self.model, config.label_smoothing, sliced=config.fast)
+        self.loss_of = make_loss(self.model, config, precision.dtype)
         self.weights = trained_weights(self.model)
         # A rate of nearly 0: thousands of steps would not change the weights.
         self.optimizer = make_optimizer(

@@ -1,5 +1,6 @@
 """Muon: PyTorch's own is the reference; ranks stay equal; gradients that are not finite."""
 
+import math
 import os
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from engine import distributed, muon
 from engine.distributed import full_tensor
 from engine.muon import Muon, orthogonal
-from engine.optimizer import ADAMW, make_optimizer
+from engine.optimizer import ADAMW, OPTIMIZERS, make_optimizer
 from engine.precision import Precision
 
 SHAPES = [(8, 24), (24, 8), (8, 8), (8, 8)]
@@ -117,6 +118,25 @@ def test_a_matrix_whose_gradient_vanishes_comes_to_rest():
 
 
 # ---------------------------------------------------------------- several processes
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_first_step_that_is_not_finite_leaves_no_trace(name):
+    """In fp16 this is ordinary: the first scale of the loss is often too large."""
+
+    def weights_after_two_steps(skipped_before: int) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+        tested = make_optimizer(name, model, model[0], 0.01, torch.float32)
+        for step in range(skipped_before + 2):
+            is_bad = step < skipped_before
+            for weight in model.parameters():
+                weight.grad = torch.full_like(weight, math.nan) if is_bad else weight.detach().sin()
+            tested.found_inf = torch.tensor(float(is_bad))
+            tested.step()
+        return [weight.detach() for weight in model.parameters()]
+
+    assert all(map(torch.equal, weights_after_two_steps(1), weights_after_two_steps(0)))
 
 
 def round_differently() -> None:

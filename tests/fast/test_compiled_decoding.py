@@ -406,7 +406,7 @@ def test_without_a_compiler(monkeypatch):
         (hypotheses,) = search(decoder, make_sources(0, 1, 9), COLLATE)
         assert hypotheses[0].tokens
         with pytest.raises(
-            UserError, match=r"--precision int8 needs Linux, .*; use --precision fp32"
+            UserError, match=r"--precision int8: .* needs Linux, .*; use --precision fp32"
         ):
             Decoder(make_model(0), int8=True)
     finally:

@@ -3,6 +3,9 @@
 Every panel is a figure of its own, 4.8 inches wide, so that it can be read on a telephone too.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -40,24 +43,46 @@ SPLITS: dict[str, Words] = {
     "smoothed": ("training, smoothed", "训练（标签平滑）"),
 }
 STEP: Words = ("step", "步")
-# Panels in reading order, with the text of the axis, which the caption repeats; a curve is in the
-# panel of the last part of its tag. The tables use the same units.
-PANELS: dict[str, Words] = {
-    "loss": ("loss (nats per token)", "损失（nat/词元）"),
-    "perplexity": ("perplexity", "困惑度"),
-    "bleu": ("BLEU (smoothed, some rows)", "验证 BLEU（平滑，部分行）"),
-    "accuracy": ("error rate (%)", "错误率（%）"),
-    "learning_rate": ("learning rate", "学习率"),
-    "gradient_norm": ("gradient norm", "梯度范数"),
-    "tokens_per_second": ("tokens per second", "每秒词元数"),
-    "images_per_second": ("images per second", "每秒图片数"),
-    "model_flops_utilisation": ("model FLOPs utilisation (%)", "模型算力利用率 MFU（%）"),
-    "padding_share": ("padding (%)", "填充比例（%）"),
-    "wait_share": ("waiting for data (%)", "等待数据的时间（%）"),
-    "bubble_share": ("bubble of the pipeline (%)", "流水线气泡（%）"),
-    "loss_scale": ("loss scale", "损失缩放"),
-    "effective_sample_size": ("effective sample size", "有效样本数"),
-    "weight": ("weight", "动态采样的权重"),
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What a group of curves shows."""
+
+    label: Words  # of the axis, which the caption repeats
+    shown: Callable[[float], float] = float  # a value in the unit of the axis
+
+
+def percent(share: float) -> float:
+    """A share of 1 in %."""
+    return 100 * share
+
+
+def percent_wrong(accuracy: float) -> float:
+    """Accuracies of 99.1 % and 99.3 % cannot be told apart, errors of 0.9 % and 0.7 % can."""
+    return 100 - 100 * accuracy
+
+
+# The curves train/loss and valid/loss are in the panel "loss", and so on, in this order. The tables
+# use the same units.
+PANELS = {
+    "loss": Panel(("loss (nats per token)", "损失（nat/词元）")),
+    "perplexity": Panel(("perplexity", "困惑度")),
+    "bleu": Panel(("BLEU (smoothed, some rows)", "验证 BLEU（平滑，部分行）")),
+    "accuracy": Panel(("error rate (%)", "错误率（%）"), percent_wrong),
+    "learning_rate": Panel(("learning rate", "学习率")),
+    "gradient_norm": Panel(("gradient norm", "梯度范数")),
+    "tokens_per_second": Panel(("tokens per second", "每秒词元数")),
+    "images_per_second": Panel(("images per second", "每秒图片数")),
+    "model_flops_utilisation": Panel(
+        ("model FLOPs utilisation (%)", "模型算力利用率 MFU（%）"), percent
+    ),
+    "padding_share": Panel(("padding (%)", "填充比例（%）"), percent),
+    "wait_share": Panel(("waiting for data (%)", "等待数据的时间（%）"), percent),
+    "bubble_share": Panel(("bubble of the pipeline (%)", "流水线气泡（%）"), percent),
+    "loss_scale": Panel(("loss scale", "损失缩放")),
+    "effective_sample_size": Panel(("effective sample size", "有效样本数")),
+    "weight": Panel(("weight", "动态采样的权重")),
 }
 LOSS_OF_IMAGES: Words = ("loss (nats per image)", "损失（nat/图片）")
 TOGETHER = {"smoothed_loss": "loss"}
@@ -86,17 +111,7 @@ def label_of(runs: list[RunFiles], name: str) -> Words:
     """The text of a panel's axis."""
     if name == "loss" and any("images_per_second" in tag for run in runs for tag in run.tags()):
         return LOSS_OF_IMAGES
-    return PANELS.get(name, name.replace("_", " "))
-
-
-def in_units(name: str, values: list[float]) -> list[float]:
-    """The values of a curve as its panel shows them: shares in %, accuracies as error rates."""
-    if name == "accuracy":
-        # Errors of 0.9 % and 0.7 % can be told apart, accuracies of 99.1 % and 99.3 % cannot.
-        return [100 - 100 * value for value in values]
-    if name.endswith(("_share", "_utilisation")):
-        return [100 * value for value in values]
-    return values
+    return PANELS[name].label if name in PANELS else name.replace("_", " ")
 
 
 def curves(runs: list[RunFiles], name: str, tags: list[str], language: str) -> Figure:
@@ -115,7 +130,8 @@ def curves(runs: list[RunFiles], name: str, tags: list[str], language: str) -> F
         for number, run in enumerate(runs):
             for tag in tags:
                 steps, values = run.series(tag)
-                values = in_units(name, values)
+                if name in PANELS:
+                    values = [PANELS[name].shown(value) for value in values]
                 split = split_of(tag)
                 colour, width, marker = STYLES.get(split, STYLES["other"])
                 line = "-"
