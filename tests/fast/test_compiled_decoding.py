@@ -378,7 +378,9 @@ def test_no_compiled_decoder_for_other_models():
 def test_autocast_and_int8_that_cannot_be(monkeypatch):
     monkeypatch.setattr(build, "has_vnni", lambda: False)
     monkeypatch.setattr("fast.decoding.has_vnni", lambda: False)
-    with pytest.raises(UserError, match=r"but fast/ is not used for transformer\.encoder \("):
+    with pytest.raises(
+        UserError, match=r"--precision int8: fast/ is not used for transformer\.encoder \("
+    ):
         Decoder(make_model(0), int8=True)
     notes = []
     Decoder(make_model(0), log=notes.append)  # fp32 needs no VNNI
