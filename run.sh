@@ -179,7 +179,7 @@ fi
 
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # for the labs, which are modules
 [ "$verb" != gpu ] || install "$root/requirements-dev.txt" # its first stage is a test
-torchrun=("$python" -m torch.distributed.run --standalone --nproc_per_node)
+torchrun=("$python" -m torch.distributed.run --nproc_per_node)
 case "$verb" in
     pipeline)
         [ "${PROCESSES:-2}" = 1 ] && exec "$python" -m labs.pipeline "$@"

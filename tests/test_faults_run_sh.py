@@ -168,7 +168,7 @@ def test_the_printed_commands_can_be_typed_from_anywhere(place):
 
 
 def test_the_verbs(place):
-    torchrun = "-m torch.distributed.run --standalone --nproc_per_node"
+    torchrun = "-m torch.distributed.run --nproc_per_node"
     commands = {
         ("attention", ""): "-m labs.attention_op",
         ("lenet -- --data digits", ""): "-m labs.lenet --data digits",

@@ -131,7 +131,7 @@ def program_and_flags(command: str) -> tuple[str, list[str]]:
     launcher, *words = shlex.split(command)
     while launcher == "torchrun" and words and words[0].startswith("--") and words[0] != "--":
         # A flag of torchrun, and its value.
-        words = words[1:] if words[0] == "--standalone" else words[2:]
+        words = words[2:]
     while words and words[0] in ("-m", "--"):
         words = words[1:]
     if not words:
