@@ -20,7 +20,6 @@ Shapes: B pairs of a batch, S and T tokens of its longest source and target, N r
 import hashlib
 import json
 import math
-import shutil
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +33,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from engine.cache import lock_folder, new_folder
+from engine.cache import lock_folder, make_way, new_folder
 from engine.errors import UserError
 from engine.meters import Announcer
 from engine.signals import leave_signals_to_main
@@ -420,9 +419,7 @@ def prepare(
         with lock_folder(folder, log):
             # Another process may have made it while we waited for the lock.
             if not _load_if_intact(folder):
-                if folder.exists():
-                    log(f"data: {folder} is damaged and made again")
-                    shutil.rmtree(folder)
+                make_way(folder, log)
                 languages = f"{text.source}→{text.target}"
                 log(f"data: {text.path} ({text.form}), {languages}; tokenising into {folder}")
                 # A temporary folder, which is renamed to `folder` when it is complete.

@@ -446,4 +446,4 @@ def teacher_forced_match(
 
 
 if __name__ == "__main__":
-    run_script(lambda: evaluate(settings))
+    run_script(lambda: evaluate(settings), when_full="give a smaller --beam")

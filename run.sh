@@ -135,7 +135,14 @@ sys.exit(sys.argv[1] != "torch==" + m.version("torch").split("+")[0])'
 # install FILE: install its packages in the versions of constraints.txt, unless that was done before.
 install() {
     ! installed "$1" || return 0
-    mkdir -p "$venv"
+    local reason own="set VENV to a folder of your own"
+    if ! reason="$( (mkdir -p "$venv" && : >>"$venv/.lock") 2>&1)"; then
+        [ -z "${VENV:-}" ] || own="type \`unset VENV\` for an environment of your own"
+        echo "error: $(basename "$1") is not installed in $venv, which you cannot write to" \
+            "(${reason##*: }); ask its owner to type \`VENV=$(printf %q "$venv") bash run.sh test\`" \
+            "once, or $own" >&2
+        exit 2
+    fi
     exec 9>>"$venv/.lock" # two at once would overwrite each other's files
     if command -v flock >/dev/null && ! flock -n 9; then
         echo "another run.sh installs into $venv; waiting for it"

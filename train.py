@@ -16,6 +16,11 @@ from engine.errors import UserError, run_script
 from engine.optimizer import OPTIMIZERS
 from engine.schedule import SCHEDULES
 
+# What helps when memory is full. --resume keeps --tokens_per_batch.
+SMALLER_PARTS = (
+    "give `--resume RUN --accumulate N` with twice the micro-batches of the line `steps:` in "
+    "train.log, or begin anew with a smaller --tokens_per_batch"
+)
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 # "0.002 (muon), 0.001 (adamw)"
 DEFAULT_RATES = ", ".join(f"{each.lr:g} ({name})" for name, each in OPTIMIZERS.items())
@@ -23,7 +28,9 @@ DEFAULT_RATES = ", ".join(f"{each.lr:g} ({name})" for name, each in OPTIMIZERS.i
 
 @dataclass
 class Config:
-    """Every setting of a run. Why the defaults are what they are: docs/training.md.
+    """Every setting of a run.
+
+    Why the defaults are what they are: docs/results.md and docs/training.md#the-recipe.
 
     --resume refuses to change those that are `fixed` and keeps the others unless they are given.
     Choices in a help text, such as (lab|base|big), are checked. A run whose config.json lacks a
@@ -611,4 +618,4 @@ def main(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_script(lambda: main(settings))
+    run_script(lambda: main(settings), SMALLER_PARTS)

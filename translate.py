@@ -155,4 +155,4 @@ def print_nbest(nbest: list, first: int) -> None:
 
 
 if __name__ == "__main__":
-    run_script(lambda: translate(settings))
+    run_script(lambda: translate(settings), when_full="give a smaller --beam")

@@ -1,7 +1,8 @@
 """Folders that are made once and kept: complete or absent, whenever the process is killed.
 
 with lock_folder(folder):                      # another process may be making the same one
-    if not folder.exists():
+    if not is_intact(folder):
+        make_way(folder, log)
         with new_folder(folder) as building:   # a temporary name; renamed when the block ends well
             (building / "ids").write_bytes(content)
 """
@@ -31,6 +32,19 @@ def lock_folder(folder: Path, log: Callable = print) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def make_way(folder: Path, log: Callable = print) -> None:
+    """Remove a damaged `folder`. Of a link only the link: its target may belong to others."""
+    if folder.is_symlink():
+        log(
+            f"data: {folder} links to {os.readlink(folder)}, which is damaged or cannot be read; "
+            "a new folder replaces the link"
+        )
+        folder.unlink()
+    elif folder.exists():
+        log(f"data: {folder} is damaged and made again")
+        shutil.rmtree(folder)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ PEER_LOST = (
 )
 # Messages of CUDA and cuBLAS on a GPU whose memory other processes have filled.
 GPU_FULL = r"CUDA error: out of memory|CUBLAS_STATUS_(ALLOC_FAILED|NOT_INITIALIZED)"
+SMALLER = "use a smaller batch or model"  # what helps any script when memory is full
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 FORBIDDEN = (errno.EACCES, errno.EPERM)
@@ -48,8 +49,11 @@ def prepare_process() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def run_script(main) -> None:
-    """Call `main()`; turn errors that the user can mend into one line and exit code 2."""
+def run_script(main, when_full: str = SMALLER) -> None:
+    """Call `main()`; turn errors that the user can mend into one line and exit code 2.
+
+    `when_full`: what helps this script when memory is full.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         # Ctrl-C raises KeyboardInterrupt again.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,7 +66,7 @@ def run_script(main) -> None:
         # `python train.py | head` has read enough.
         os._exit(0)
     except Exception as error:
-        message = explain(error)
+        message = explain(error, when_full)
         if message is None:
             raise
         stop(message)
@@ -93,22 +97,19 @@ def discard_output(error: OSError) -> None:
         os.dup2(nowhere, sys.stderr.fileno())
 
 
-def explain(error: Exception) -> str | None:
-    """One line for an error that the user can mend; None for a bug."""
+def explain(error: Exception, when_full: str = SMALLER) -> str | None:
+    """One line for an error that the user can mend; None for a bug. `when_full`: see run_script."""
     message = str(error)
     if isinstance(error, UserError):
         return message
     if isinstance(error, ModuleNotFoundError):
         return explain_missing_package(error)
 
-    smaller = (
-        "train with a smaller batch or model or a larger --accumulate; decode with a smaller --beam"
-    )
     # The class by its name, because torch is not imported here.
     if type(error).__name__ == "OutOfMemoryError" or re.search(GPU_FULL, message):
-        return f"the GPU's memory is full; choose a free GPU, or {smaller}"
+        return f"CUDA out of memory; choose a free GPU (`nvidia-smi` shows which), or {when_full}"
     if isinstance(error, MemoryError) or "can't allocate memory" in message:
-        return f"the machine's memory is full; {smaller}"
+        return f"the machine's memory is full; {when_full}"
     if "can't start new thread" in message:
         return "the limit on processes or memory is reached (see `ulimit -a`); raise it"
     if "no kernel image" in message:

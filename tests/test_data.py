@@ -182,6 +182,24 @@ def test_a_cache_with_a_file_cut_short_is_made_again(toy, tmp_path, name, left):
     assert (folder / name).read_bytes() == content
 
 
+@pytest.mark.parametrize("name, left", [("validation.jsonl", "{"), ("", "")])
+def test_a_link_to_a_damaged_or_missing_cache_gives_way_to_an_own_folder(toy, tmp_path, name, left):
+    shared = prepare_toy(toy, tmp_path / "shared").folder
+    link = tmp_path / "cache" / shared.name
+    link.parent.mkdir()
+    link.symlink_to(shared)
+    assert prepare_toy(toy, link.parent).folder.resolve() == shared  # intact: it is used
+    if name:
+        (shared / name).write_text(left)
+    else:
+        shutil.rmtree(shared)
+    log = []
+    own = prepare_toy(toy, link.parent, log.append).folder
+    assert own == link and own.is_dir() and not own.is_symlink()
+    assert "replaces the link" in log[0] and "\n" not in log[0]
+    assert not name or (shared / name).read_text() == left
+
+
 def test_a_cache_of_another_user_is_one_line(toy, tmp_path, monkeypatch):
     folder = prepare_toy(toy, tmp_path / "cache").folder
     (folder / "summary.json").write_text("{")  # so that it has to be made again

@@ -155,6 +155,25 @@ def test_an_environment_that_was_not_finished_is_made_again(place):
     assert code == 0 and "-m venv" in calls and "evaluate.py" in calls
 
 
+def test_an_environment_that_cannot_be_written_is_one_line(place):
+    """Even root, for whom no folder is read-only, cannot open a folder as a file."""
+    shared = place / "opt/my venv"
+    assert run_sh(place, VENV=str(shared))[0] == 0
+    (shared / ".lock").unlink()
+    (shared / ".lock").mkdir()
+    assert run_sh(place, VENV=str(shared))[0] == 0  # requirements.txt is installed there
+    for verb in ("test", "gpu"):
+        code, printed, calls = run_sh(place, verb, VENV=str(shared))
+        assert code == 2 and not calls and printed.count("\n") == 1
+        assert printed.startswith(f"error: requirements-dev.txt is not installed in {shared}, ")
+        command = re.search("type `(.*?)` once, or type `unset VENV` for an environment", printed)
+        assert shlex.split(command[1]) == [f"VENV={shared}", "bash", "run.sh", "test"]
+    (place / "repo/.venv").write_text("a file")
+    code, printed, calls = run_sh(place)
+    assert code == 2 and not calls and printed.count("\n") == 1
+    assert f"not installed in {place}/repo/.venv" in printed and "set VENV to a folder" in printed
+
+
 # ---------------------------------------------------------------- paths and verbs
 
 

@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, TINY_FLAGS, forked, make_report, write_pairs
 from matplotlib.font_manager import get_font
 
+import model
 import report as script
 from engine.errors import UserError
 from engine.meters import ProcessMeter
@@ -531,6 +532,17 @@ def test_other_positions_are_not_taken_for_sinusoids(run, without_drawing, monke
     monkeypatch.setattr("model.sinusoids", torch.randn)
     page = make(run)
     assert explained not in page and left_to_you in page
+
+
+def test_positions_of_an_own_class_are_not_taken_for_sinusoids(run, without_drawing, monkeypatch):
+    class Learned(model.Translator):
+        """It still has the table of sinusoids, and adds something else."""
+
+        def embed(self, embedding, ids, first=0):
+            return super().embed(embedding, ids, first).flip(1)
+
+    monkeypatch.setattr(model, "make_translator", Learned)
+    assert "no longer adds the sinusoids" in make(run)
 
 
 def test_data_that_is_gone(run, without_drawing):

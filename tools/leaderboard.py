@@ -4,13 +4,15 @@
     python -m tools.leaderboard HANDINS/ --data DIR --split test
 
 HANDINS/ has a folder for each student, and in it, at any depth, one run of train.py; what it needs
-is in docs/teaching.md. evaluate.py scores each model, greedily and on the same rows. The table is
-printed, and written to leaderboard.md and leaderboard.csv in the current folder. A hand-in that
-cannot be scored is a row with the reason. Nothing is written to HANDINS/.
+is in docs/evaluation.md#handing-in. evaluate.py scores each model, greedily and on the same rows.
+After each the table is written to leaderboard.md and leaderboard.csv in the current folder; at the
+end it is printed, too. A hand-in that cannot be scored is a row with the reason. Nothing is written
+to HANDINS/.
 """
 
 import csv
 import hashlib
+import io
 import json
 import math
 import re
@@ -27,6 +29,7 @@ import safetensors
 from engine import checkpoint
 from engine.config import flag, parse_flags
 from engine.errors import UserError, explain, run_script
+from engine.files import atomic_write
 from engine.run import INTERRUPTED
 from engine.tables import markdown_table
 from loading import FILES_OF_A_RUN, is_run_of_train
@@ -88,27 +91,33 @@ def leaderboard(config: Config) -> None:
         )
     of_sample = list(find_text(str(SAMPLE)).fingerprint().values())
 
-    entries = []
+    notice = f"; {SAMPLE_NOTICE}" if is_sample(text) else ""
+    title = f"# Leaderboard\n\n{config.data}, split {config.split}, greedy decoding{notice}\n\n"
+    entries: list[Entry] = []
     for number, folder in enumerate(folders, 1):
         entry = assess(folder, config, of_sample)
         outcome = "not scored" if entry.bleu is None else f"BLEU {entry.bleu:.2f}"
         print(f"{number}/{len(folders)}  {entry.name}: {outcome}", flush=True)
         entries.append(entry)
-    note_copies(entries)
+        # After each, so that little is lost if it is stopped.
+        rows = [HEAD, *table_of(entries)]
+        write(title, rows)
 
-    rows = [HEAD, *table_of(entries)]
-    notice = f"; {SAMPLE_NOTICE}" if is_sample(text) else ""
-    title = f"# Leaderboard\n\n{config.data}, split {config.split}, greedy decoding{notice}\n\n"
-    Path("leaderboard.md").write_text(f"{title}{markdown_table(rows)}\n", encoding="utf-8")
-    # With a byte order mark, without which Excel takes the file for one in the machine's encoding.
-    with open("leaderboard.csv", "w", encoding="utf-8-sig", newline="") as file:
-        csv.writer(file).writerows(rows)
     # In the terminal the notes stand below: they would make the table too wide.
     print(f"\n{title}{markdown_table([row[:-1] for row in rows], padded=True)}\n")
     for entry in entries:
-        for note in entry.notes:
+        for note in entry.notes + copies_of(entry, entries):
             print(f"{entry.name}: {note}")
     print("written to leaderboard.md and leaderboard.csv")
+
+
+def write(title: str, rows: list[tuple]) -> None:
+    """Write leaderboard.md and leaderboard.csv."""
+    atomic_write(Path("leaderboard.md"), f"{title}{markdown_table(rows)}\n")
+    table = io.StringIO()
+    csv.writer(table).writerows(rows)
+    # With a byte order mark, without which Excel takes the file for one in the machine's encoding.
+    atomic_write(Path("leaderboard.csv"), f"\ufeff{table.getvalue()}")
 
 
 def folders_of_handins(words: list[str]) -> list[Path]:
@@ -139,7 +148,7 @@ def table_of(entries: list[Entry]) -> list[tuple]:
                 "" if entry.parameters is None else f"{entry.parameters:,}",
                 "" if entry.seed is None else entry.seed,
                 entry.data,
-                "; ".join(entry.notes),
+                "; ".join(entry.notes + copies_of(entry, entries)),
             )
         )
     return rows
@@ -323,27 +332,25 @@ def plain(text: str) -> str:
 # ---------------------------------------------------------------- two hand-ins
 
 
-def note_copies(entries: list[Entry]) -> None:
-    """Note for each hand-in what it has in common with others.
+def copies_of(entry: Entry, entries: list[Entry]) -> list[str]:
+    """Notes on what a hand-in has in common with others.
 
     An equal seed alone proves nothing: it is 1 unless the student sets it.
     """
-    for entry in entries:
-        alike = defaultdict(list)  # what is the same -> names
-        for other in entries:
-            kinds = ("weights", "curve", "translations")
-            same = [
-                kind
-                for kind in kinds
-                if getattr(entry, kind) and getattr(entry, kind) == getattr(other, kind)
-            ]
-            if other is entry or not same:
-                continue
-            if entry.seed == other.seed:
-                same.append("seed")
-            alike[", ".join(same)].append(other.name)
-        for same, names in alike.items():
-            entry.notes.append(f"same {same} as {', '.join(names)}")
+    alike = defaultdict(list)  # what is the same -> names
+    for other in entries:
+        kinds = ("weights", "curve", "translations")
+        same = [
+            kind
+            for kind in kinds
+            if getattr(entry, kind) and getattr(entry, kind) == getattr(other, kind)
+        ]
+        if other is entry or not same:
+            continue
+        if entry.seed == other.seed:
+            same.append("seed")
+        alike[", ".join(same)].append(other.name)
+    return [f"same {same} as {', '.join(names)}" for same, names in alike.items()]
 
 
 def main() -> None:

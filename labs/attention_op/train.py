@@ -37,4 +37,4 @@ def main(config: Config) -> None:
 
 if __name__ == "__main__":
     settings = parse_flags(Config, "train the translation model with attention by hand")
-    run_script(lambda: main(settings))
+    run_script(lambda: main(settings), train.SMALLER_PARTS)

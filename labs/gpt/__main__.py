@@ -498,4 +498,7 @@ def verdict(loss: float, vocab_size: int, data: str) -> str:
 
 
 if __name__ == "__main__":
-    run_script(lambda: train(config))
+    run_script(
+        lambda: train(config),
+        when_full="give a larger --accumulate or --recompute, or begin anew with a smaller model",
+    )

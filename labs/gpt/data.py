@@ -12,7 +12,6 @@ import csv
 import functools
 import hashlib
 import io
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cache import lock_folder, new_folder
+from engine.cache import lock_folder, make_way, new_folder
 from engine.errors import UserError
 from labs.gpt.sizes import Sizes
 from text.subwords import encode, train_tokenizer
@@ -93,10 +92,8 @@ def prepare(config, sizes: Sizes, cache: Path, log, tokenizer=None) -> Path | No
     digest = hashlib.sha256("\0".join([settings, *documents]).encode())
     folder = cache / f"gpt-{digest.hexdigest()[:16]}"
     with lock_folder(folder, log):
-        if folder.exists() and not is_intact(folder):
-            log(f"data: {folder} is damaged and made again")
-            shutil.rmtree(folder)
-        if not folder.exists():
+        if not is_intact(folder):
+            make_way(folder, log)
             tokenise(documents, folder, sizes.vocab_size, tokenizer)
     return folder
 

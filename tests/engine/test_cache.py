@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import HANGS
 
-from engine.cache import lock_folder, new_folder
+from engine.cache import lock_folder, make_way, new_folder
 
 
 def make(folder: Path, content: str) -> None:
@@ -43,6 +43,23 @@ def test_what_a_killed_process_leaves_is_replaced(tmp_path):
     assert names(tmp_path) == {".building-x"}
     make(tmp_path / "x", "2")  # the lock has ended with its process
     assert names(tmp_path) == {"x"} and names(tmp_path / "x") == {"a"}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_damaged_folder_behind_a_link_is_left_alone(tmp_path, is_there):
+    """As where students link to a cache that they cannot write."""
+    shared = tmp_path / "shared"
+    if is_there:
+        shared.mkdir()
+        (shared / "half").write_text("1")
+    (tmp_path / "x").symlink_to(shared)
+    log = []
+    make_way(tmp_path / "x", log.append)
+    make(tmp_path / "x", "2")
+    assert not (tmp_path / "x").is_symlink() and names(tmp_path / "x") == {"a"}
+    assert not is_there or names(shared) == {"half"}
+    (line,) = log
+    assert f"x links to {shared}, which is damaged or cannot be read" in line
 
 
 def test_the_second_waits_for_the_first(tmp_path):

@@ -7,13 +7,18 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from conftest import HANGS, ROOT
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import train
 from engine.errors import UserError, explain, run_script, stop
 from engine.telemetry import Log
 
@@ -48,7 +53,10 @@ CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(hand
     "error, line",
     [
         (RuntimeError("CUDA error: no kernel image is available for …"), "this GPU is too old for"),
-        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors …"), "the GPU's memory is"),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors …"),
+            "CUDA out of memory; choose",
+        ),
         (RuntimeError(CUBLAS), "choose a free GPU"),
         (MemoryError(), "the machine's memory is full; "),
         (RuntimeError("Failed to find C compiler. Please specify …"), "--compile needs a C and"),
@@ -66,6 +74,24 @@ def test_errors_of_the_machine_are_one_line(error, line, capsys):
     code, message = ended_by(error, capsys)
     assert code == 2
     assert message.startswith("error: ") and line in message and message.count("\n") == 1
+
+
+def test_a_full_memory_names_only_flags_that_the_script_has(capsys):
+    remedies = {"train": train.SMALLER_PARTS}
+    for name in ("evaluate", "translate", "labs.gpt.__main__"):
+        source = Path(import_module(name).__file__).read_text(encoding="utf-8")
+        (remedies[name],) = re.findall(r'when_full="(.+?)"', source)
+    for name, remedy in remedies.items():
+        flags = re.findall(r"--(\w+)", remedy)
+        known = {field.name for field in fields(import_module(name).Config)} | {"resume"}
+        assert flags and set(flags) <= known, name
+    full = RuntimeError("CUDA error: out of memory")
+    with pytest.raises(SystemExit):
+        run_script(Mock(side_effect=full), train.SMALLER_PARTS)
+    line = capsys.readouterr().err
+    assert line.startswith("error: CUDA out of memory; ") and line.count("\n") == 1
+    assert "`--resume RUN --accumulate N`" in line and "--tokens_per_batch" in line
+    assert "--" not in ended_by(full, capsys)[1]  # a script that has not said what helps
 
 
 @pytest.mark.parametrize(

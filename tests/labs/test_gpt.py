@@ -607,6 +607,14 @@ def test_a_damaged_cache_is_made_again(tmp_path, name):
         assert (folder / name).read_bytes() == written
     prepare(config, sizes, tmp_path / "cache", lines.append)
     assert "60 documents" in lines[-1]
+    for file in (folder / name, folder):  # behind a link: damaged, then gone
+        link = tmp_path / f"linked to {file.name}" / folder.name
+        link.parent.mkdir()
+        link.symlink_to(folder)
+        file.rename(tmp_path / f"moved {file.name}")
+        assert prepare(config, sizes, link.parent, lines.append) == link
+        assert not link.is_symlink() and (link / name).read_bytes() == written
+        assert "replaces the link" in lines[-1] and not file.exists()
 
 
 def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):

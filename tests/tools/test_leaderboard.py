@@ -28,7 +28,7 @@ NEEDED = ("config.json", "model.json", "data.json", "metrics.jsonl", "train.log"
 
 
 def hand_in(run: Path, folder: Path) -> Path:
-    """What docs/teaching.md asks for, of this run; the folder."""
+    """What docs/evaluation.md#handing-in asks for, of this run; the folder."""
     weights = folder / "checkpoints" / "best" / "model.safetensors"
     weights.parent.mkdir(parents=True)
     shutil.copy(run / "checkpoints" / "best" / "model.safetensors", weights)
@@ -203,6 +203,25 @@ def test_damaged_descriptions_cost_no_score(tiny_run, tmp_path, table_for, conte
     row = table_for(tmp_path / "handins", {"student": (9.0, "x")})["student"]
     assert (row["BLEU again"], row["BLEU claimed"]) == ("9.00", "")
     assert "metrics.jsonl missing or damaged" in row["notes"]
+
+
+def test_a_leaderboard_that_is_stopped_keeps_what_it_has(tiny_run, tmp_path, table_for):
+    for name in ("alice", "bob", "carol"):
+        hand_in(tiny_run, tmp_path / "handins" / name)
+
+    class StoppedAtCarol(dict):
+        def __missing__(self, name):
+            raise KeyboardInterrupt
+
+    scores = {"alice": (8.0, "x"), "bob": (9.0, "x")}
+    with pytest.raises(KeyboardInterrupt):
+        table_for(tmp_path / "handins", StoppedAtCarol(scores))
+    stopped = rows_of_table(tmp_path)
+    assert list(stopped) == ["bob", "alice"] and "as bob" in stopped["alice"]["notes"]
+    assert (tmp_path / "leaderboard.md").read_text(encoding="utf-8").count("\n| ") == 4
+    table = table_for(tmp_path / "handins", {**scores, "carol": (7.0, "y")})
+    assert list(table) == ["bob", "alice", "carol"] and "carol" in table["bob"]["notes"]
+    assert table["bob"]["notes"].count("curve") == 2
 
 
 def test_a_name_is_no_formula_and_controls_no_terminal():

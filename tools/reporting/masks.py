@@ -11,7 +11,7 @@ import torch
 
 from data import Collate
 from engine.config import flag, parse_flags
-from model import ModelConfig, Translator
+from model import ModelConfig, make_translator
 
 WORDS = "<pad> <s> </s> 我 爱 你 好 I love you hello".split()  # the index is the token's id
 SPECIAL = {"pad": 0, "bos": 1, "eos": 2}
@@ -63,7 +63,7 @@ def explain_masks(language: str) -> None:
     batch = Collate(SPECIAL, SPECIAL)(PAIRS)
     B, S = batch.src.shape
     T = batch.tgt_in.size(1)
-    model = Translator(
+    model = make_translator(
         ModelConfig(len(WORDS), len(WORDS), d_model=8, dim_feedforward=8, max_length=8)
     )
     tgt_out = torch.full((B * T,), SPECIAL["pad"])  # as in tgt_in, where nothing is predicted

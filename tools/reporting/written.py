@@ -78,13 +78,21 @@ def has_sinusoids(run: RunFiles) -> bool:
         # A small model, with all that the reader may have added as in the run.
         small = dict(source_vocab=1, target_vocab=1, d_model=8, nhead=1, max_length=16)
         sizes = model.ModelConfig(**saved | small)
-        positions = dict(model.Translator(sizes).named_buffers())["positions"]
+        translator = model.make_translator(sizes).eval()
+        ids = torch.zeros(1, 16, dtype=torch.long)
+        added = []  # to the source's embeddings and to the target's, (16, 8) each
+        with torch.no_grad():
+            for embedding in (translator.source_embedding, translator.target_embedding):
+                embedding.weight.zero_()
+                added.append(translator.embed(embedding, ids)[0])
         inspect.getsource(model.sinusoids)
     except Exception:  # whatever the changed code raises
         return False
     angle = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(0, 8, 2) / 8)  # (16, 4)
     expected = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)  # (16, 8)
-    return positions.shape == expected.shape and torch.allclose(positions, expected, atol=1e-5)
+    return all(
+        each.shape == expected.shape and torch.allclose(each, expected, atol=1e-5) for each in added
+    )
 
 
 def sources(page: Page, runs: list[RunFiles]) -> None:
