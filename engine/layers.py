@@ -54,6 +54,7 @@ def layers_of(model: nn.Module, *inputs) -> list[Layer]:
         """Note the module when it is called."""
 
         def record(module: nn.Module, arguments, output) -> None:
+            """A row of the table: shapes and weights."""
             if module in seen:  # the model calls it several times
                 return
             seen.add(module)

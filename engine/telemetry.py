@@ -149,6 +149,7 @@ class Telemetry:
         shown = {tag_in_tensorboard(tag): value for tag, value in known.items()}
 
         def write() -> None:
+            """The settings beside the results."""
             # Not SummaryWriter.add_hparams: it makes a second run folder for these records.
             for summary in hparams(settings, shown):
                 self.writer.file_writer.add_summary(summary)
@@ -160,6 +161,7 @@ class Telemetry:
         """Close both files. Afterwards every method returns at once."""
 
         def close_files() -> None:
+            """TensorBoard's file and metrics.jsonl."""
             self.writer.close()
             self.metrics_file.close()
 

@@ -47,6 +47,7 @@ class Recorder:
         """Count the time of the loss as part of the last stage's forward pass, which it follows."""
 
         def timed(*arguments, **options):
+            """The loss; the forward pass before it ends only now."""
             result = loss(*arguments, **options)
             event = self.events[-1] if self.events else None
             if event and event.kind == "F" and event.stage == last_stage:
@@ -62,6 +63,7 @@ class Recorder:
 
     def _timed(self, stage, work, kind: str):
         def timed(micro_batch, *arguments, **options):
+            """The work, noted as an event."""
             if not self.on:
                 return work(micro_batch, *arguments, **options)
             start = self._now()

@@ -117,9 +117,6 @@ def test_a_matrix_whose_gradient_vanishes_comes_to_rest():
     assert all(map(torch.equal, before[:4], after[:4]))
 
 
-# ---------------------------------------------------------------- several processes
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_first_step_that_is_not_finite_leaves_no_trace(name):
     """In fp16 this is ordinary: the first scale of the loss is often too large."""
@@ -137,6 +134,9 @@ def test_a_first_step_that_is_not_finite_leaves_no_trace(name):
         return [weight.detach() for weight in model.parameters()]
 
     assert all(map(torch.equal, weights_after_two_steps(1), weights_after_two_steps(0)))
+
+
+# ---------------------------------------------------------------- several processes
 
 
 def round_differently() -> None:
