@@ -82,6 +82,12 @@ def test_the_labs(kind, settings, expected):
     assert cited(kind, **settings) == expected
 
 
+def test_an_optimizer_of_a_lab_is_not_taken_for_one_of_train(monkeypatch):
+    monkeypatch.setitem(refs.OPTIMIZERS, "sgd", refs.OPTIMIZERS["muon"])
+    settings = {"schedule": "gpipe", "optimizer": "sgd"}
+    assert cited("pipeline", **settings) == {refs.TRANSFORMER, refs.GPIPE}
+
+
 GPT = {refs.GPT2, refs.GPT3, refs.GELU, refs.TIED, refs.CLIPPING, *ADAMW, *WSD}
 
 
