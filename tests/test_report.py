@@ -8,6 +8,7 @@ import statistics
 import warnings
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -543,6 +544,28 @@ def test_positions_of_an_own_class_are_not_taken_for_sinusoids(run, without_draw
 
     monkeypatch.setattr(model, "make_translator", Learned)
     assert "no longer adds the sinusoids" in make(run)
+
+
+@pytest.mark.parametrize(
+    "name, value, label, drawn",
+    [
+        ("loss", 2.5, "loss (nats per token)", 2.5),
+        ("accuracy", 0.993, "error rate (%)", 0.7),
+        ("padding_share", 0.12, "padding (%)", 12.0),
+        ("wait_share", 0.12, "waiting for data (%)", 12.0),
+        ("bubble_share", 0.12, "bubble of the pipeline (%)", 12.0),
+        ("model_flops_utilisation", 0.12, "model FLOPs utilisation (%)", 12.0),
+        ("a_curve_of_mine", 0.12, "a curve of mine", 0.12),
+    ],
+)
+def test_a_curve_is_drawn_in_the_unit_of_its_axis(name, value, label, drawn):
+    tag = f"valid/{name}"
+    run = SimpleNamespace(
+        name="run", records=[{"step": 9}], tags=lambda: [tag], series=lambda tag: ([9], [value])
+    )
+    (axes,) = figures.curves([run], name, [tag], "en").axes
+    assert axes.get_ylabel() == label
+    assert axes.lines[0].get_ydata() == pytest.approx([drawn])
 
 
 def test_data_that_is_gone(run, without_drawing):
