@@ -51,8 +51,8 @@ class CachedDecoder(nn.TransformerDecoder):
     (B, H, S, W), stay as they are and serve all rows of a sentence.
     """
 
-    # Greedy search drops finished rows once they are this share; not earlier, because copying the
-    # others costs time.
+    # Greedy search drops finished rows once they are more than this share; not earlier, because
+    # copying the others costs time.
     drop_at = 0.25
     length: int  # tokens so far
     own_keys: list[Tensor]  # of each layer
@@ -256,7 +256,7 @@ class Steps:
     def logits(self, hidden: Tensor) -> Tensor:
         """(N, D) → (N, V), in fp32 even under autocast: in bf16 different tokens often tie."""
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.model.logits(hidden.to(self.model.output.weight.dtype))
+            return self.model.logits(hidden.to(next(self.model.parameters()).dtype))
 
     def next_tokens(self, tokens: Tensor, position: int) -> Tensor:
         """See `DecoderState`."""
@@ -340,7 +340,7 @@ class Decoder:
         on_cpu = next(model.parameters()).device.type == "cpu"
         if not reason and on_cpu and (compiled or int8):
             reason = self.compile()
-            reason = self.keep_what_agrees(decoders) or reason
+            reason = self.undo_cpp_if_wrong(decoders) or reason
             if int8 and not reason:
                 reason = self.compile(int8=True)
             if reason:
@@ -352,8 +352,8 @@ class Decoder:
                 "PyTorch's own layers and sizes that are multiples of 16; use --precision fp32"
             )
 
-    def keep_what_agrees(self, decoders: list[nn.TransformerDecoder]) -> str:
-        """Do without C++ where it gives other results; returns why.
+    def undo_cpp_if_wrong(self, decoders: list[nn.TransformerDecoder]) -> str:
+        """Take PyTorch's operations again if C++ gives other results; returns why.
 
         The compiled encoder computes nothing for padding: a model whose `encode` or `decode` looks
         at padding sees zeros there.
@@ -555,7 +555,7 @@ class Hypotheses:
         return Hypotheses(_take_hypotheses(self.tokens, index), scores), index
 
     def of_sentences(self, index: Tensor) -> "Hypotheses":
-        """Those of some of the sentences."""
+        """The hypotheses of some of the sentences."""
         return Hypotheses(self.tokens[index], self.scores[index])
 
 

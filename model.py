@@ -55,7 +55,7 @@ FREEZABLE: dict[str, tuple[str, ...]] = {
     "embeddings": ("source_embedding", "target_embedding"),
 }
 
-# Fields of `ModelConfig` on which no weight depends: with --init they may change.
+# Fields of `ModelConfig` that may change with --init, because no weight depends on them.
 NOT_IN_WEIGHTS = {"dropout"}
 
 # Tokens that `sampled_cross_entropy` draws besides the targets.
@@ -75,7 +75,12 @@ class ModelConfig:
     dim_feedforward: int = 1024
     dropout: float = 0.1
     norm_first: bool = False
-    max_length: int = 512  # the longest sentence in tokens, with its begin or end token
+    max_length: int = 512  # positions: the longest sentence with its begin or end token
+
+    @property
+    def longest_sentence(self) -> int:
+        """In tokens, without its begin or end token."""
+        return self.max_length - 1
 
     def __post_init__(self):
         layers = ("num_encoder_layers", "num_decoder_layers")
@@ -308,7 +313,7 @@ class SummedLoss(nn.Module):
     def can_sample(self) -> bool:
         """Whether an estimate saves time: on a CPU, with a large vocabulary."""
         is_large = self.model.config.target_vocab > 4 * OTHER_TOKENS
-        on_cpu = self.model.output.weight.device.type == "cpu"
+        on_cpu = next(self.model.parameters()).device.type == "cpu"
         return is_large and on_cpu and self.is_one_product()
 
     def forward(
@@ -439,20 +444,36 @@ def training_flops(
 
 
 @torch.no_grad()
-def cross_attention(model: Translator, src: Tensor, src_pad: Tensor, tgt_in: Tensor) -> Tensor:
-    """The attention weights of the last decoder layer to the source: (B, T, S).
+def cross_attention(
+    model: Translator, src: Tensor, src_pad: Tensor, tgt_in: Tensor
+) -> Tensor | None:
+    """The weights with which the last decoder layer attends to the source: (B, T, S).
 
-    They are averaged over the heads; each row sums to 1.
+    They are averaged over the heads; each row sums to 1. None if `decode` calls no
+    `nn.MultiheadAttention` over the source's positions, as in some decoders of one's own.
     """
-    attention = model.transformer.decoder.layers[-1].multihead_attn
-    seen = []
-    # The decoder layer discards the attention weights: record the inputs of the attention in a
-    # normal pass, and call it again.
-    hook = attention.register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[:2]))
+    memory = model.encode(src, src_pad)
+    calls = []
+
+    def record(attention: nn.Module, inputs: tuple) -> None:
+        """Before a call: keep its query and key. In self-attention the two are one tensor."""
+        if len(inputs) < 2:  # given by name; PyTorch's layers do not do that
+            return
+        query, key = inputs[:2]
+        if key is not query and key.shape[:2] == src.shape:
+            calls.append((attention, query, key))
+
+    # The decoder layers discard the attention weights: record the inputs of the attentions in a
+    # normal pass, and call the last one again.
+    attentions = [part for part in model.modules() if isinstance(part, nn.MultiheadAttention)]
+    hooks = [attention.register_forward_pre_hook(record) for attention in attentions]
     try:
-        model.decode(model.encode(src, src_pad), src_pad, tgt_in)
+        model.decode(memory, src_pad, tgt_in)
     finally:
-        hook.remove()
-    query, memory = seen
-    _, weights = attention(query, memory, memory, key_padding_mask=src_pad, need_weights=True)
+        for hook in hooks:
+            hook.remove()
+    if not calls:
+        return None
+    attention, query, key = calls[-1]
+    _, weights = attention(query, key, key, key_padding_mask=src_pad, need_weights=True)
     return weights

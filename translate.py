@@ -137,7 +137,7 @@ def translate(config: Config) -> None:
                     print(join(islice(texts, len(line))))
             sys.stdout.flush()
             if translations.cut:
-                longest = trained.model.config.max_length - 1  # and an end token
+                longest = trained.model.config.longest_sentence
                 note(
                     f"note: {translations.cut} sentences were cut to the model's limit of "
                     f"{longest} tokens"

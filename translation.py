@@ -43,7 +43,7 @@ def translate_lines(
     translations of all lines, the others None.
     """
     model = decoder.model
-    longest = model.config.max_length - 1  # one place is left for the end token
+    longest = model.config.longest_sentence
     # One token more than fits shows which sources are cut.
     clean = [normalise(line) for line in lines]
     sources = encode(source_tokenizer, clean, longest + 1)

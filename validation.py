@@ -58,6 +58,8 @@ class Validation:
         self.loss(plain_model, tried)
         self.translate(plain_model, self.prepared.validation_rows[:SAMPLES], run.log)
         corpus_bleu(["one"], ["one"], smooth=True)
+        if self.world.is_main:
+            self.attention_of(plain_model, *self.prepared.validation_rows[0])
 
     def __call__(self, step: int) -> tuple[float, float | None]:
         """Measure, and write curves, samples and a log line of this step; all ranks must call.
@@ -94,10 +96,18 @@ class Validation:
 
     def draw_attention(self, step: int, model: Translator, source: str, translation: str) -> None:
         """To TensorBoard: which source words the model looked at for each word."""
-        from tools.reporting.attention import attention_of, picture  # no part of the training
+        from tools.reporting.attention import picture  # no part of the training
 
-        attention = attention_of(model, self.tokenizers, source, translation)
-        self.run.telemetry.figure("valid/cross-attention", step, picture(attention))
+        attention = self.attention_of(model, source, translation)
+        if attention is not None:
+            self.run.telemetry.figure("valid/cross-attention", step, picture(attention))
+
+    def attention_of(self, model: Translator, source: str, translation: str):
+        """The `Attention` of one translation; None for a decoder without it."""
+        from tools.reporting.attention import attention_of  # no part of the training
+
+        model.eval()
+        return attention_of(model, self.tokenizers, source, translation)
 
     @torch.inference_mode()
     def loss(self, model: Translator, batches: list[np.ndarray]) -> float:
@@ -137,6 +147,6 @@ def unsharded(model: Translator) -> Translator:
     """The model; of a sharded one (FSDP2) a plain copy with all weights. All ranks must call."""
     if not is_sharded(model):
         return model
-    copy = make_translator(model.config).to(model.output.weight.device)
+    copy = make_translator(model.config).to(next(model.parameters()).device)
     copy.load_state_dict({name: full_tensor(weight) for name, weight in model.state_dict().items()})
     return copy

@@ -108,7 +108,7 @@ def trained_model(config: Config) -> Sentences:
     scored = choose_rows(
         Evaluation(data=config.data, split=config.split, limit=config.limit), trained
     )
-    longest = trained.model.config.max_length - 1
+    longest = trained.model.config.longest_sentence
     lines = [normalise(source) for source in scored.sources()]
     sources = encode(trained.source_tokenizer, lines, longest)
     collate = collate_for(trained)

@@ -1,11 +1,11 @@
 """The same results in less time. Nothing here need be read to understand the lab.
 
-    fast.keep_tensors_together(device)          # before the first tensor is made
+    fast.keep_tensors_together(device)          # before the model is made
     fast.use_kernels(model, torch.bfloat16)     # PyTorch's encoder and decoder get another forward
     fast.linear_cross_entropy(hidden, …)        # the loss, without all logits in memory
     fast.CompiledDecoder.of(decoder)            # decoding in C++, see decoding.py of the root
 
-This folder stands under model.py and knows PyTorch only. It replaces modules that are exactly
+model.py uses this folder, which knows PyTorch only. It replaces modules that are exactly
 PyTorch's, `nn.TransformerEncoder`, `nn.TransformerDecoder` and `nn.Linear`; all others, and
 everything that model.py says, run as they are written. `--fast false` does without it.
 

@@ -100,10 +100,10 @@ def compiled_functions(int8: bool = False) -> ctypes.CDLL | None:
 
 def why_not(module: nn.Module, int8: bool = False) -> str:
     """Why C++ cannot compute this encoder, decoder or output layer; empty if it can."""
-    if isinstance(module, nn.Linear):
-        reason = unknown_output(module)
-    else:
+    if isinstance(module, (nn.TransformerEncoder, nn.TransformerDecoder)):
         reason = unknown_part(module)
+    else:
+        reason = unknown_output(module)
     if reason:
         return reason
     for weight in module.parameters():
@@ -119,7 +119,7 @@ def why_not(module: nn.Module, int8: bool = False) -> str:
     return ""
 
 
-def unknown_output(output: nn.Linear) -> str:
+def unknown_output(output: nn.Module) -> str:
     """What this output layer has that C++ does not know; empty if there is nothing."""
     if type(output) is not nn.Linear or has_hooks(output):
         return "the output layer is not PyTorch's nn.Linear"

@@ -320,6 +320,28 @@ def test_cross_attention_rows_sum_to_one_and_skip_padding():
     assert torch.allclose(uniform, torch.full((6, 7), 1 / 7)) and weights.std() > 0.01
 
 
+def test_cross_attention_of_other_decoders():
+    """One that sees a changed memory, and one without attention modules, which has no weights."""
+    src, src_pad, tgt_in = make_batch()
+
+    class Louder(Translator):
+        def decode(self, memory, *rest):
+            return super().decode(2 * memory, *rest)
+
+    class Mean(Translator):
+        def decode(self, memory, src_pad, tgt_in, first=0):
+            embedded = self.embed(self.target_embedding, tgt_in, first)
+            return embedded + memory.mean(1, keepdim=True)
+
+    config = make_model().config
+    louder, usual = Louder(config).eval(), Translator(config).eval()
+    usual.load_state_dict(louder.state_dict())
+    weights = cross_attention(louder, src, src_pad, tgt_in)
+    assert torch.allclose(weights.sum(-1), torch.ones(3, 6))
+    assert not torch.allclose(weights, cross_attention(usual, src, src_pad, tgt_in))
+    assert cross_attention(Mean(config).eval(), src, src_pad, tgt_in) is None
+
+
 def test_a_changed_attention_module_acts_in_evaluation_too():
     """PyTorch's fused encoder would pass it by."""
     model = make_model().eval()

@@ -546,6 +546,17 @@ def test_positions_of_an_own_class_are_not_taken_for_sinusoids(run, without_draw
     assert "no longer adds the sinusoids" in make(run)
 
 
+def test_a_decoder_without_attention_is_noted(run, without_drawing, monkeypatch):
+    def decode(translator, memory, src_pad, tgt_in, first=0):
+        embedded = translator.embed(translator.target_embedding, tgt_in, first)
+        return embedded + memory.mean(1, keepdim=True)
+
+    why = "the decoder has no <code>nn.MultiheadAttention</code> to the source"
+    assert why not in make(run)
+    monkeypatch.setattr(model.Translator, "decode", decode)
+    assert why in make(run)
+
+
 @pytest.mark.parametrize(
     "name, value, label, drawn",
     [

@@ -95,6 +95,20 @@ def test_the_attention_picture_is_cut_to_what_the_model_can_read(checked):
     assert attention_of(model, checked.tokenizers, "一二", "two one").source == "一二"
 
 
+def test_a_decoder_without_attention_has_no_picture(checked, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(checked.run.telemetry, "figure", lambda *values: drawn.append(values))
+    checked(7)
+    assert len(drawn) == 1
+
+    def decode(model, memory, src_pad, tgt_in, first=0):
+        return model.embed(model.target_embedding, tgt_in, first) + memory.mean(1, keepdim=True)
+
+    monkeypatch.setattr(Translator, "decode", decode)
+    checked(8)
+    assert len(drawn) == 1
+
+
 def test_validation_has_no_dropout(checked):
     checked.model.train()
     checked.loss(checked.model, checked.batches[:1])

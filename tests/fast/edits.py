@@ -129,6 +129,15 @@ EDITS = [
         },
     ),
     Edit(
+        "a deeper output",
+        {
+            "self.output = nn.Linear(config.d_model, config.target_vocab)": "self.output = nn."
+            "Sequential(nn.Linear(config.d_model, 96), nn.Linear(96, config.target_vocab))",
+            "self.output.weight = self.target_embedding.weight": "",
+            "        nn.init.zeros_(self.output.bias)\n": "",
+        },
+    ),
+    Edit(
         "a second output head",
         also_in_init("self.second = nn.Linear(config.d_model, config.target_vocab)")
         | {LOGITS: "return self.output(hidden) + self.second(hidden)"},

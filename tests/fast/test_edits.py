@@ -39,8 +39,9 @@ def make_model(name: str, scale: float = 2.0) -> nn.Module:
             parameter.mul_(scale)
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-        if model.output.bias is not None:
-            model.output.bias[EOS] -= 3.0  # long translations
+        bias = getattr(model.output, "bias", None)
+        if bias is not None:
+            bias[EOS] -= 3.0  # long translations
     return model
 
 

@@ -34,20 +34,24 @@ class Attention:
 
 def attention_of(
     model: Translator, tokenizers: tuple, source: str, translation: str, widest: int = WIDEST
-) -> Attention:
+) -> Attention | None:
     """Which source words the last decoder layer looked at for each word of the translation.
 
-    Both texts are cut to `widest` tokens, and to what the model has positions for.
+    Both texts are cut to `widest` tokens, and to what the model has positions for. None if
+    `cross_attention` finds no weights.
     """
     texts = (normalise(source), translation)
-    longest = min(widest, model.config.max_length - 1)  # and an end token
+    longest = min(widest, model.config.longest_sentence)
     # One token more than is used: it shows `in_words` that the text was cut.
     ids = [encode(tokenizer, [text], longest + 1)[0] for tokenizer, text in zip(tokenizers, texts)]
     source_ids, target_ids = map(special_ids, tokenizers)
     collate = Collate(source_ids, target_ids)
-    batch = collate([tuple(side[:longest] for side in ids)]).to(model.output.weight.device)
-    weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)[0]  # (T, S)
-    return in_words(*texts, tokenizers, ids, weights.float().cpu().numpy())
+    device = next(model.parameters()).device
+    batch = collate([tuple(side[:longest] for side in ids)]).to(device)
+    weights = cross_attention(model, batch.src, batch.src_pad, batch.tgt_in)  # (1, T, S)
+    if weights is None:
+        return None
+    return in_words(*texts, tokenizers, ids, weights[0].float().cpu().numpy())
 
 
 def in_words(source: str, translation: str, tokenizers, ids, weights: np.ndarray) -> Attention:

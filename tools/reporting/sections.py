@@ -35,6 +35,10 @@ EXAMPLES = 3  # of the best, the middle and the worst translations each
 WIDEST = 20  # tokens of a sentence in a picture of attention, which fits the page
 PARAMETERS = ("train.log#parameters", "parameters", "参数量")
 CROSS_ATTENTION = ("Cross-attention", "交叉注意力")
+NO_ATTENTION = (
+    "the decoder has no `nn.MultiheadAttention` to the source",
+    "解码器里没有对原文的 `nn.MultiheadAttention`",
+)
 
 
 def table(
@@ -517,6 +521,9 @@ def draw_attention(examples: Examples) -> dict[str, tuple[object, Words]]:
             source, _ = examples.rows[row]
             translation = run.hypotheses[examples.name][row]
             found = attention_of(trained.model, tokenizers, source, translation, WIDEST)
+            if found is None:
+                run.missing.append((CROSS_ATTENTION, NO_ATTENTION))
+                break
             caption = (
                 f"cross-attention, {run.name}: {source}",
                 f"交叉注意力，{run.name}：{source}",

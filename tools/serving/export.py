@@ -93,7 +93,7 @@ class Trial:
         self.trained = trained
         self.collate = collate_for(trained)
         self.references: list[str] = []
-        longest = trained.model.config.max_length - 1
+        longest = trained.model.config.longest_sentence
         try:
             split, pairs = rows_to_score(trained)
             texts = [normalise(source) for source, _ in pairs]
@@ -159,7 +159,7 @@ def made_up_sources(trained: Trained) -> Ids:
     special = {*special_ids(trained.source_tokenizer).values()}
     ids = [id for id in range(len(trained.source_tokenizer)) if id not in special]
     random = np.random.default_rng(0)
-    longest = min(30, trained.model.config.max_length - 1)
+    longest = min(30, trained.model.config.longest_sentence)
     lengths = random.integers(1, longest + 1, MADE_UP_ROWS)
     return [random.choice(ids, length).tolist() for length in lengths]
 
@@ -244,7 +244,7 @@ def write_card(trained: Trained, trial: str, folder: Path) -> None:
         name=trained.name,
         source=config["source"],
         target=config["target"],
-        longest=sizes.max_length - 1,
+        longest=sizes.longest_sentence,
         parameters=sum(weight.numel() for weight in trained.model.parameters()),
         data=config["data"],
         loader=loader,

@@ -82,7 +82,7 @@ def describe(trained: Trained) -> dict:
         "source": config["source"],
         "target": config["target"],
         "score": score,
-        "longest": trained.model.config.max_length - 1,
+        "longest": trained.model.config.longest_sentence,
     }
 
 
@@ -104,7 +104,7 @@ class PageServer(ThreadingHTTPServer):
         self.precision = precision
         self.decoder = decoder
         self.length_penalty = length_penalty
-        self.longest = trained.model.config.max_length - 1  # tokens, without the end token
+        self.longest = trained.model.config.longest_sentence
         self.lock = Lock()
 
     def handle_error(self, request, client_address) -> None:
@@ -168,9 +168,14 @@ class PageServer(ThreadingHTTPServer):
             answers.append(answer)
         return answers
 
-    def attention(self, source: str, translation: str) -> dict:
-        """`weights[i][j]`: attention to source word j for target word i. A row sums to 1."""
+    def attention(self, source: str, translation: str) -> dict | None:
+        """`weights[i][j]`: attention to source word j for target word i. A row sums to 1.
+
+        None if the model has no such attention.
+        """
         found = attention_of(self.model, self.tokenizers, source, translation, self.longest)
+        if found is None:
+            return None
         return {
             "source_words": found.source_words,
             "target_words": found.target_words,

@@ -219,7 +219,7 @@ def test_the_score_is_that_of_the_test_split(tmp_path):
         run=tmp_path,
         checkpoint=tmp_path / "checkpoints/step-2",
         config={"data": "x", "source": "zh", "target": "en"},
-        model=SimpleNamespace(config=SimpleNamespace(max_length=64)),
+        model=SimpleNamespace(config=SimpleNamespace(longest_sentence=63)),
     )
     for split, bleu in (("validation", 12.5), ("test", 9.25)):
         figures = json.dumps({"nltk": bleu, "split": split})
