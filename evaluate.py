@@ -128,11 +128,20 @@ def evaluate(config: Config) -> None:
             progress=lambda batches: progress_bar(batches, desc="translating", unit="batch"),
         )
     seconds = time.perf_counter() - begun
+    match = None
+    if config.teacher_forced:
+        match = teacher_forced_match(trained, scored, world, precision)
 
     if translations is not None:  # rank 0 has received those of all ranks
         figures = print_card(config, trained, scored, translations, seconds, log)
         # Number formats round differently, and scores differ a little between them.
         figures["precision"] = "int8" if config.precision == "int8" else precision.name
+        if match is not None:
+            figures["teacher_forced"] = match
+            log(
+                f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with "
+                "one: at every position the model sees the reference before it"
+            )
         name = name_of_score(config, trained, scored)
         save_score(trained.run / "eval", name, figures, translations.texts, log)
         if config.out:
@@ -143,12 +152,6 @@ def evaluate(config: Config) -> None:
         if config.json:
             print(json.dumps(figures, indent=2))
 
-    if config.teacher_forced:
-        match = teacher_forced_match(trained, scored, world, precision)
-        log(
-            f"teacher-forced token match {match:.2f} % — NOT a BLEU and not comparable with one: "
-            "at every position the model sees the reference before it"
-        )
     log(f"next: {beside('report.py')} {shlex.quote(str(trained.run))}")
     world.stop()
 
@@ -248,7 +251,7 @@ def choose_rows(config: Config, trained: Trained, log: Callable = print) -> Scor
 
 
 def fingerprint_of_training(run: Path) -> dict[str, str]:
-    """That of the data that the run was trained on; {} if it is not known."""
+    """The fingerprint of the data that the run was trained on; {} if it is not known."""
     try:
         described = json.loads((run / "data.json").read_text(encoding="utf-8"))
         return dict(described["fingerprint"])
@@ -315,7 +318,7 @@ def print_card(
         "without ending",
     )
     if translations.cut:
-        longest = trained.model.config.max_length - 1  # and an end token
+        longest = trained.model.config.longest_sentence
         lines += note(
             f"{translations.cut} sources were cut to the model's limit of {longest} tokens"
         )
@@ -360,8 +363,7 @@ def name_of_score(config: Config, trained: Trained, scored: Scored) -> str:
     if config.precision != "auto":
         name += f"-{config.precision}"
     chosen = trained.checkpoint
-    # A file of weights may lie in a run that was handed on without its checkpoints.
-    if chosen.is_file() or chosen != choose_checkpoint(str(trained.run), config.average):
+    if not is_default(trained, config.average):
         if chosen.name == "model.safetensors":  # as in every checkpoint: its folder has the name
             name += f"-{chosen.parent.name}"
         else:
@@ -369,6 +371,13 @@ def name_of_score(config: Config, trained: Trained, scored: Scored) -> str:
     if not scored.is_run_data:
         name += f"-data-{fingerprint_of(scored.rows)}"
     return name
+
+
+def is_default(trained: Trained, average: int) -> bool:
+    """Whether these weights are those that `--ckpt RUN` takes."""
+    if not checkpoint.steps(trained.run / "checkpoints"):  # a run may be handed on without them
+        return False
+    return trained.checkpoint == choose_checkpoint(str(trained.run), average)
 
 
 def save_score(
@@ -420,7 +429,7 @@ def teacher_forced_match(
     right answer up to each position was given to the model. docs/evaluation.md says more.
     """
     model = trained.model
-    longest = model.config.max_length - 1  # one position is for the begin or end token
+    longest = model.config.longest_sentence
     sources = [normalise(source) for source in scored.sources()]
     targets = [normalise(reference) for reference in scored.references()]
     source_ids = encode(trained.source_tokenizer, sources, longest)
@@ -438,7 +447,7 @@ def teacher_forced_match(
                 batch.src, batch.src_pad, batch.tgt_in, batch.target_positions
             )  # (N, D)
         # Logits in fp32, as in decoding: in bf16 many of them are equal.
-        predicted = model.output(hidden.float()).argmax(-1)  # (N,)
+        predicted = model.logits(hidden.float()).argmax(-1)  # (N,)
         totals[0] += (predicted == batch.tgt_out).sum()
         totals[1] += len(predicted)
     right, total = world.sum(totals).tolist()

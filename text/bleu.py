@@ -143,7 +143,7 @@ class ScoredTexts:
 
     @cached_property
     def tokens(self) -> list[list[str]]:
-        """Those of each hypothesis."""
+        """The tokens of each hypothesis."""
         return tokens_of(self.hypotheses, self.metric)
 
     @cached_property
@@ -185,7 +185,7 @@ class ScoredTexts:
 
     @property
     def settings(self) -> str:
-        """Those of the reported BLEU, in words."""
+        """The settings of the reported BLEU, in words."""
         tokeniser = choose_tokeniser(self.references)
         return f"nltk corpus_bleu, {tokeniser}, cased, no smoothing, scale 0–100"
 
