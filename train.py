@@ -319,6 +319,7 @@ def train(config: Config) -> Path:
         # In percent: what ends the run may be steps or minutes.
         bar = progress_bar(total=100, desc=run.folder.name, bar_format=BAR)
         losses: list[Tensor] = []  # of the steps since the last log line
+        estimated = False  # whether one of them is an estimate
         saved_minutes = state.minutes
         session_began = time.perf_counter() - 60 * state.minutes
         model.train()  # dropout on
@@ -398,6 +399,7 @@ def train(config: Config) -> Path:
             gradient_norm = precision.step(optimizer, weights, config.clip, step)
             state.step = step
             losses.append(step_loss)  # still on the GPU: reading it here would wait for the step
+            estimated = estimated or loss_of.sampled
             meter.end_step()
 
             if step % config.log_every == 0 or step == total_steps:
@@ -410,7 +412,8 @@ def train(config: Config) -> Path:
                 minutes = minutes_since(session_began)
                 done = progress_at(step, minutes=minutes)
                 minutes_left = minutes * (1 - min(1.0, done)) / done
-                log(step_line(step, step / steps_per_epoch, curves, minutes_left, loss_of.sampled))
+                log(step_line(step, step / steps_per_epoch, curves, minutes_left, estimated))
+                estimated = False
 
         bar.close()
         if interrupted:
@@ -546,7 +549,7 @@ def describe_sampling() -> str:
     """One line: why a loss is marked with ~."""
     return (
         "note: until the learning rate falls, the training loss is an estimate, marked ~, from all "
-        f"target tokens of a batch and {OTHER_TOKENS:,} others of the vocabulary"
+        f"target tokens of a micro-batch and {OTHER_TOKENS:,} others of the vocabulary"
     )
 
 

@@ -333,7 +333,7 @@ def test_compiled_equals_plain(whole_run, long_data, here):
     assert records(whole_run) == pytest.approx(records(here), rel=1e-4)
 
 
-@pytest.mark.parametrize("part", ["loss", "translate"])
+@pytest.mark.parametrize("part", ["loss", "translate", "attention_of"])
 def test_a_fault_of_the_validation_comes_before_the_first_step(toy_data, here, monkeypatch, part):
     monkeypatch.setattr(training.Validation, part, lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -473,7 +473,13 @@ def test_the_loss_is_sampled_until_the_rate_falls(few_pairs, here, monkeypatch):
     marked = ["loss ~" in line for line in log_of(unbroken).splitlines() if "  lr " in line]
     assert marked == [True] * 8 + [False] * 2
     assert max(flops[:8]) < flops[8] == flops[9]
-    assert "marked ~, from all target tokens of a batch" in " ".join(log_of(unbroken).split())
+    assert "marked ~, from all target tokens of a micro-batch" in " ".join(log_of(unbroken).split())
+
+    # A mean of estimates and exact losses is an estimate.
+    coarse = here.with_name("coarse")
+    training.train(config(**settings | dict(log_every=3), run=str(coarse)))
+    marked = ["loss ~" in line for line in log_of(coarse).splitlines() if "  lr " in line]
+    assert marked == [True] * 3 + [False]
 
     with monkeypatch.context() as patch:
         interrupt_in(patch, 4)
