@@ -116,7 +116,7 @@ def train(config: Config) -> Path:
             if state.data_key != data_key:
                 raise UserError(
                     f"--resume {run.folder}: --data {config.data} is not the data that this run "
-                    "was started with; put it back"
+                    "was started with; restore it, or start a new run"
                 )
         batches = training_batches(digits, config, world, state.step)
 

@@ -179,7 +179,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
 
 
 def draw_digits(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Printed digits, each in some font, turned (15 degrees) and moved (2 pixels).
+    """Printed digits, each in some font, turned (σ = 15°) and moved (up to 2 pixels).
 
     Returns (N, 28, 28) bytes and (N,) labels.
     """

@@ -38,22 +38,17 @@ class LeNet5(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Images (B, 1, 28, 28) with values from 0 to 1 → logits (B, 10)."""
-        return self.layers(images)["output"]
+        x = self.normalised(images)  # (B, 1, 32, 32)
+        x = self.s2(self.c1(x))  # (B, 6, 14, 14)
+        x = self.s4(self.c3(x))  # (B, 16, 5, 5)
+        x = self.f6(self.c5(x))  # (B, 84)
+        return self.output(x)
 
     def normalised(self, images: Tensor) -> Tensor:
         """(B, 1, 28, 28) images from 0 to 1 → (B, 1, 32, 32), of mean 0 and deviation 1."""
         # Paper is added around the digit, so that strokes near the border reach the middle of
         # some 5 × 5 field.
         return (F.pad(images, [2] * 4) - MEAN) / DEVIATION
-
-    def layers(self, images: Tensor) -> dict[str, Tensor]:
-        """The output of each layer, by name and in order: for pictures."""
-        x = self.normalised(images)
-        outputs = {}
-        for name, layer in self.named_children():
-            x = layer(x)
-            outputs[name] = x
-        return outputs
 
 
 def flops_per_image(model: LeNet5, device: torch.device) -> int:

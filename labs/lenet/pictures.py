@@ -1,11 +1,12 @@
 """Pictures of a LeNet-5 (matplotlib figures): its filters, its feature maps, its mistakes."""
 
 import math
+from functools import partial
 
 import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure  # without pyplot: needs no screen, nothing has to be closed
-from torch import Tensor
+from torch import Tensor, nn
 
 SHOWN, IN_A_ROW = 60, 10  # misclassified digits
 
@@ -49,20 +50,39 @@ def filters(model) -> Figure:
 def feature_maps(model, image: Tensor) -> Figure:
     """What each layer makes of one (1, 28, 28) image; each has its own grey scale, dark is high."""
     model.eval()
-    outputs = {"input": image[None], **model.layers(image[None])}
+    outputs = {"input": image[None], **outputs_of_layers(model, image[None])}
     figure = Figure(figsize=(7, 9), layout="constrained")
-    heights = [4, 3, 2.4, 3, 2.4, 0.6, 0.6, 0.8]
+    # Relative; a layer without pixels is one line.
+    heights = [0.7 if output.dim() == 2 else 3.0 for output in outputs.values()]
     all_axes = figure.subplots(len(outputs), 1, height_ratios=heights)
     for axes, (name, output) in zip(all_axes, outputs.items()):
         maps = output[0].float().cpu()
         aspect = "equal"
-        if maps.dim() == 1:  # a layer without pixels is drawn as one line
+        if maps.dim() == 1:
             maps = maps.view(1, 1, -1)
             aspect = "auto"
         title = "output: logits of 0 to 9" if name == "output" else name.upper()
         picture = tiles(maps, columns=min(len(maps), 8))
         show(axes, picture, title, gap="lightsteelblue", aspect=aspect)
     return figure
+
+
+def outputs_of_layers(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """What each direct part of the model returns in one forward pass, by name and in order."""
+    outputs = {}
+
+    def keep(name: str, layer: nn.Module, inputs: tuple, output: Tensor) -> None:
+        """After each forward pass of the layer `name`."""
+        outputs[name] = output
+
+    parts = model.named_children()
+    hooks = [layer.register_forward_hook(partial(keep, name)) for name, layer in parts]
+    try:
+        model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return outputs
 
 
 def confusion(counts: Tensor) -> Figure:
@@ -84,7 +104,7 @@ def confusion(counts: Tensor) -> Figure:
 
 
 def mistakes(images: Tensor, labels: Tensor, logits: Tensor) -> Figure:
-    """The wrongly recognised of N images, those first whose wrong answer was most certain.
+    """The misclassified ones of N images, the most certain answers first.
 
     images (N, 28, 28), labels (N,), logits (N, 10). At most 60 are shown.
     """

@@ -162,6 +162,15 @@ def test_our_gelu_is_torchs_in_the_network():
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+def test_a_part_that_forward_does_not_call_is_no_layer():
+    model = LeNet5().eval()
+    image = torch.rand(1, 28, 28)
+    expected = model(image[None])
+    model.loss = nn.CrossEntropyLoss()
+    assert torch.equal(model(image[None]), expected)
+    assert len(pictures.feature_maps(model, image).axes) == 1 + 7  # the image and the layers
+
+
 def test_the_picture_of_the_filters_shows_every_weight():
     model = LeNet5()
     # Rows: maps of S2, columns: maps of C3.
