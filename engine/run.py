@@ -308,7 +308,8 @@ def new_run_folder(run_name: str, default_name: str) -> Iterator[Path]:
         existed = False
         run = new_folder_named_by_time(default_name)
     # All that is written before the file of settings. What is not there yet will be ours.
-    ours = [run / name for name in (".lock", "train.log") if not (run / name).exists()]
+    names = (".lock", "train.log", "layers.json")
+    ours = [run / name for name in names if not (run / name).exists()]
     with lock_run(run):
         refuse_begun(run)  # another process may have begun one until now
         yield run

@@ -130,7 +130,7 @@ from labs.gpt.sizes import PRESETS, Sizes, get_model_size, get_tflops
 
 WARMUP = 1000  # steps, at most a tenth of the run
 CLIP = 1.0  # largest norm of the gradient
-LESS_THAN = 7.0  # the handout: a final loss below 7 is a successful training
+SUCCESS_BELOW = 7.0  # the handout: a final loss below 7 is a successful training
 
 
 @dataclass
@@ -226,7 +226,7 @@ def train(config: Config) -> Path | None:
             if state.data_key != data.key:
                 raise UserError(
                     f"--resume {run.folder}: --data {config.data} is not the data that this run "
-                    "was started with; put it back"
+                    "was started with; restore it, or start a new run"
                 )
             checkpoints.restore(checkpoint, layout, optimizer)
             log(f"resumed after step {state.step:,} from {checkpoint}")
@@ -244,6 +244,7 @@ def train(config: Config) -> Path | None:
                 f"--resume {run.folder}: this run is finished; to continue, increase --epochs, "
                 "--max_steps or --max_minutes"
             )
+        # As they were given: another number of processes resolves them anew.
         run.record_start(run.config, precision)
         if world.is_main and data.tokenizer:
             data.tokenizer.save_pretrained(run.folder / "tokenizer")
@@ -303,7 +304,8 @@ def train(config: Config) -> Path | None:
             steps.end()
             state.step = step
             if step == first_step + 2:  # the first step also warms up
-                log(f"time: {time_left(steps.seconds[-1], total_steps - step, config)}")
+                minutes = config.max_minutes and config.max_minutes - state.minutes
+                log(f"time: {time_left(steps.seconds[-1], total_steps - step, minutes)}")
 
             if step % config.log_every == 0 or step == total_steps:
                 precision.check_finite()
@@ -462,19 +464,19 @@ def handout_figures(config: Config, model: torch.nn.Module, step_seconds: float)
     return {"handout_parameters": count, "handout_tflops": tflops}
 
 
-def time_left(step_seconds: float, steps: int, config: Config) -> str:
-    """How long the rest of the run takes, for the log."""
+def time_left(step_seconds: float, steps: int, minutes: float) -> str:
+    """How long the rest of the run takes, for the log; at most `minutes`, if that is not 0."""
     seconds = step_seconds * steps
-    if config.max_minutes:
-        seconds = min(seconds, 60 * config.max_minutes)
+    if minutes:
+        seconds = min(seconds, 60 * minutes)
     text = f"about {seconds / 60:,.0f} minutes"
     if seconds < 90:
         text = f"about {seconds:.0f} seconds"
     elif seconds > 2 * 3600:
         text = f"about {seconds / 3600:,.1f} hours"
     return (
-        f"{step_seconds:.1f} s for step 2, {text} for the {steps:,} steps that are left; to end it "
-        "sooner: --max_steps or --max_minutes"
+        f"{step_seconds:.1f} s for the last step, {text} for the {steps:,} steps that are left; to "
+        "end it sooner: --max_steps or --max_minutes"
     )
 
 
@@ -484,15 +486,15 @@ def verdict(loss: float, vocab_size: int, data: str) -> str:
     if data == "random":
         return f"{text}; random ids, so it says nothing"
     guess = math.log(vocab_size)
-    if guess < LESS_THAN:
+    if guess < SUCCESS_BELOW:
         return (
             f"{text}; guessing among the {vocab_size:,} tokens costs ln {vocab_size} = "
-            f"{guess:.2f}, so a loss below the handout's {LESS_THAN:g} says nothing here"
+            f"{guess:.2f}, so a loss below the handout's {SUCCESS_BELOW:g} says nothing here"
         )
-    relation = "below" if loss < LESS_THAN else "not below"
-    success = "success" if loss < LESS_THAN else "no success"
+    relation = "below" if loss < SUCCESS_BELOW else "not below"
+    success = "success" if loss < SUCCESS_BELOW else "no success"
     return (
-        f"{text}, {relation} the handout's {LESS_THAN:g}: {success}; guessing among the "
+        f"{text}, {relation} the handout's {SUCCESS_BELOW:g}: {success}; guessing among the "
         f"{vocab_size:,} tokens costs ln {vocab_size} = {guess:.2f}"
     )
 

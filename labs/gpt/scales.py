@@ -48,7 +48,7 @@ from engine import distributed
 from engine.memory import GIB
 from engine.precision import choose_precision
 from labs.gpt import plan
-from labs.gpt.__main__ import LESS_THAN, resolved, sizes_of
+from labs.gpt.__main__ import SUCCESS_BELOW, resolved, sizes_of
 from labs.gpt.__main__ import Config as TrainConfig
 from labs.gpt.data import read_documents
 from labs.gpt.rows import Table
@@ -132,10 +132,10 @@ def cells_of(scale: Scale, settings: dict, need_gib: float, outcome: dict) -> li
         return [*cells, planned, "planned", outcome["planned"], "–"]
     if "failed" in outcome:
         return [*cells, planned, outcome["failed"], "", "–"]
-    reached = "yes" if outcome["loss"] < LESS_THAN else "no"
+    reached = "yes" if outcome["loss"] < SUCCESS_BELOW else "no"
     if outcome["data"] == "random ids":
         reached = "– (random ids)"
-    elif math.log(outcome["vocab_size"]) < LESS_THAN:
+    elif math.log(outcome["vocab_size"]) < SUCCESS_BELOW:
         reached = "– (a guess passes)"
     cells += [f"{max(outcome['peak_gib']):.2f} GiB", f"{outcome['minutes']:.1f}"]
     return [*cells, f"{outcome['loss']:.2f}", reached]

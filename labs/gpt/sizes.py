@@ -48,7 +48,7 @@ class Sizes:
 
         The embedding is a look-up, but the output multiplies by its matrix. Attention's own
         products cost 4·T·D per layer forward, 12·T·D in all (the masked half is counted, as in most
-        papers). Recomputation is not counted: it is no progress.
+        papers). Recomputation is not counted: it does not advance training.
         """
         matrices = self.num_layers * 12 * self.d_model**2 + self.vocab_size * self.d_model
         return 6.0 * matrices + 12.0 * self.num_layers * self.seq_length * self.d_model

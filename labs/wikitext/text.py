@@ -83,7 +83,7 @@ class Text:
         """Raises `UserError` unless this is the text of the run, whose checksum was `data_key`."""
         if self.checksum() != data_key:
             raise UserError(
-                f"{run}: the text is not the one that the run began with; put it back, or start "
+                f"{run}: the text is not the one that the run began with; restore it, or start "
                 "a new run"
             )
 

@@ -291,6 +291,7 @@ def test_what_fails_before_the_run_begins_takes_only_what_it_wrote(capsys):
     for name in ("a", "b", "c", "empty"):
         with pytest.raises(UserError), start(run=name) as run:
             run.log("hello")
+            (run.folder / "layers.json").touch()
             if name != "c":
                 (run.folder / "later").mkdir()
                 (run.folder / "later" / "x").touch()

@@ -348,10 +348,10 @@ def test_a_share_above_the_peak_is_no_share():
 
 
 def test_what_is_left_of_a_run_and_the_verdict():
-    assert time_left(0.5, 100, Config()).startswith("0.5 s for step 2, about 50 seconds")
-    assert "about 50 minutes for the 100 steps" in time_left(30, 100, Config())
-    assert "about 25.0 hours" in time_left(900, 100, Config())
-    assert "about 10 minutes" in time_left(900, 100, Config(max_minutes=10))
+    assert time_left(0.5, 100, 0).startswith("0.5 s for the last step, about 50 seconds")
+    assert "about 50 minutes for the 100 steps" in time_left(30, 100, 0)
+    assert "about 25.0 hours" in time_left(900, 100, 0)
+    assert "about 10 minutes" in time_left(900, 100, 10)
     assert "below the handout's 7: success; guessing" in verdict(6.9, 4096, "wos")
     assert "ln 4096 = 8.32" in verdict(6.9, 4096, "wos")
     assert "not below the handout's 7: no success" in verdict(7.0, 4096, "wos")
@@ -627,7 +627,8 @@ def test_learns_from_text_and_writes(tmp_path, monkeypatch, capsys, report_of):
     # The report takes such a number for the size of the model, so no other line may have one.
     log = (folder / "train.log").read_text(encoding="utf-8")
     assert (
-        "s for step 2, about" in log and "so a loss below the handout's 7 says nothing here" in log
+        "s for the last step, about" in log
+        and "so a loss below the handout's 7 says nothing here" in log
     )
     lines = [line for line in log.splitlines() if re.search(r"\d parameters", line)]
     assert lines and all(" model: own" in line for line in lines)
