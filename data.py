@@ -92,7 +92,7 @@ class TextSettings:
 
     @classmethod
     def of(cls, config) -> "TextSettings":
-        """Those of the settings of train.py that have these names."""
+        """Taken from the settings of train.py, which have the same names."""
         values = {}
         for field in fields(cls):
             values[field.name] = getattr(config, field.name)

@@ -234,7 +234,7 @@ def save_description(
 ) -> None:
     """Save what `load_trained` needs beside weights and config.json, and what report.py shows.
 
-    Of a run that is not new only what is missing: a full disk must not take what it has.
+    For a resumed run, only missing files are written: a full disk must not destroy those it has.
     """
     files = {
         "model.json": json.dumps(asdict(sizes), indent=2),

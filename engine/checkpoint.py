@@ -56,7 +56,7 @@ def save(
     to.
 
     A step is saved again only after a resume, before the first update: with the same weights and
-    moments. Of these only the state is then written.
+    moments. Then only the state is written.
     """
     sealed_state = sealed({**state, "best_step": best_step, "step": step})
     checkpoint = folder / f"step-{step}"

@@ -121,7 +121,7 @@ def sees_its_own_gpu_only(count: int, local_size: int) -> bool:
 def hidden_gpus(nvidia: Path = Path("/proc/driver/nvidia")) -> str | None:
     """One line if the machine has NVIDIA GPUs and PyTorch can use none of them, else None.
 
-    The line says why, and how to mend it. `nvidia` is where the driver describes itself.
+    The line says why, and how to fix it. `nvidia` is where the driver describes itself.
     """
     gpus = len(list(nvidia.glob("gpus/*")))
     if not gpus or torch.cuda.is_available():

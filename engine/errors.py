@@ -29,7 +29,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, *FORBIDDEN, errno.EIO)
 
 
 class UserError(Exception):
-    """Something that the user can mend. The message is one line: what, where, what to do."""
+    """Something that the user can fix. The message is one line: what, where, what to do."""
 
 
 def prepare_process() -> None:
@@ -50,7 +50,7 @@ def prepare_process() -> None:
 
 
 def run_script(main, when_full: str = SMALLER) -> None:
-    """Call `main()`; turn errors that the user can mend into one line and exit code 2.
+    """Call `main()`; turn errors that the user can fix into one line and exit code 2.
 
     `when_full`: what helps this script when memory is full.
     """
@@ -98,7 +98,7 @@ def discard_output(error: OSError) -> None:
 
 
 def explain(error: Exception, when_full: str = SMALLER) -> str | None:
-    """One line for an error that the user can mend; None for a bug. `when_full`: see run_script."""
+    """One line for an error that the user can fix; None for a bug. `when_full`: see run_script."""
     message = str(error)
     if isinstance(error, UserError):
         return message

@@ -236,8 +236,8 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of one large matrix product on this device: the most that a model could reach.
 
     To be called before training. Other programs can only slow a product down, so the fastest one
-    counts. Five measurements must come within 5 % of it; until then we measure on, for up to five
-    times as long.
+    counts. Five measurements must come within 5 % of it; until then more are made, up to five
+    times as many.
     """
     size, seconds = (8192, 1.0) if device.type == "cuda" else (1024, 0.2)
     # Random numbers: products of zeros draw less power, and the GPU would run at a higher clock.

@@ -12,6 +12,8 @@ from engine.distributed import distribute_like, full_tensor
 # Momentum: Jordan et al. 2024. Weight decay: in short runs 0.01, 0.1 and 1.0 were worse; in runs
 # of 8 and 20 epochs 0.01 was as good (docs/results/more-recipe.json).
 MUON = {"momentum": 0.95, "weight_decay": 0.3}
+# Of the elements of an update, at a learning rate of 1: about that of AdamW (Liu et al. 2025).
+UPDATE_RMS = 0.2
 
 
 class Muon(torch.optim.AdamW):
@@ -19,7 +21,7 @@ class Muon(torch.optim.AdamW):
 
     Muon (Jordan et al. 2024) moves a matrix by its momentum, a running mean of its gradients, made
     orthogonal: the update is equally long in all directions, also in those that AdamW hardly moves.
-    It is scaled to the usual size of AdamW's updates (RMS 0.2; Liu et al. 2025).
+    It is scaled to the usual size of AdamW's updates (`UPDATE_RMS`).
 
     `torch.optim.Muon` gives the same result, but takes one matrix after another, always in bf16,
     and knows neither `found_inf` nor ranks. This class takes matrices of one shape together, in the
@@ -77,10 +79,10 @@ class Muon(torch.optim.AdamW):
         matrices = torch.stack([full_tensor(gradient) for gradient in gradients])
         updates = orthogonal_by_all_ranks(matrices, self.dtype).float()
         # The elements of an orthogonal matrix have RMS 1 / √(longer side).
-        updates *= -0.2 * math.sqrt(max(weights[0].shape)) * rate
+        updates *= UPDATE_RMS * math.sqrt(max(weights[0].shape)) * rate
         torch._foreach_mul_(weights, 1 - group["weight_decay"] * rate)
         updates = [distribute_like(update, weight) for update, weight in zip(updates, weights)]
-        torch._foreach_add_(weights, updates)
+        torch._foreach_sub_(weights, updates)
 
     def momentum_of(self, weight: nn.Parameter) -> Tensor:
         """The running mean of its gradients; AdamW's names, so that checkpoints look alike."""
