@@ -51,7 +51,7 @@ WORDS = {
         "norm": "虚线框里的每一步：结果加上输入",
         "norm 2": "（残差），再做层归一化",
         "source": "源句的词元 id",
-        "target": "起始符与目标句的词元 id",
+        "target": "开始词元与目标句的词元 id",
         "embedding": "词嵌入 × √{d_model}",
         "positions": "+ 正弦位置编码",
         "self-attention": "自注意力，{nhead} 个头",
