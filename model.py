@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.errors import UserError
-from fast import can_slice, has_hooks, linear_cross_entropy, use_kernels
+from fast import can_slice, has_hooks, is_cross_entropy, linear_cross_entropy, use_kernels
 
 # In evaluation PyTorch would compute an encoder layer with one fused function that bypasses its
 # attention module: a change of such a module would take effect in training only.
@@ -299,6 +299,7 @@ class SummedLoss(nn.Module):
         self.label_smoothing = label_smoothing
         self.sliced = sliced
         self.sampled = False
+        self.is_usual = is_cross_entropy(cross_entropy)  # fast/ computes no other loss
         self.tokens_in_softmax = model.config.target_vocab  # of the last call
 
     def flops(self, source_tokens: int, target_tokens: int) -> float:
@@ -306,15 +307,20 @@ class SummedLoss(nn.Module):
         sizes = self.model.config
         return training_flops(sizes, source_tokens, target_tokens, self.tokens_in_softmax)
 
-    def is_one_product(self) -> bool:
-        """Whether the logits are the product with the output layer's weights and nothing else."""
-        return not has_hooks(self.model) and can_slice(self.model.logits, self.model.output)
+    def has_shortcut(self) -> bool:
+        """Whether neither `cross_entropy` nor `logits` was changed: then the loss needs less work.
+
+        The logits must be the product with the output layer's weights and nothing else.
+        """
+        if not self.is_usual or has_hooks(self.model):
+            return False
+        return can_slice(self.model.logits, self.model.output)
 
     def can_sample(self) -> bool:
         """Whether an estimate saves time: on a CPU, with a large vocabulary."""
         is_large = self.model.config.target_vocab > 4 * OTHER_TOKENS
         on_cpu = next(self.model.parameters()).device.type == "cpu"
-        return is_large and on_cpu and self.is_one_product()
+        return is_large and on_cpu and self.has_shortcut()
 
     def forward(
         self,
@@ -340,7 +346,7 @@ class SummedLoss(nn.Module):
                 hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.sliced
             )
             return tuple(loss)
-        if self.sliced and self.is_one_product():
+        if self.sliced and self.has_shortcut():
             # The same numbers as below, without all N · V logits in memory at once.
             hidden = self.model.hidden(src, src_pad, tgt_in, target_positions)  # (N, D)
             return linear_cross_entropy(
@@ -361,7 +367,10 @@ def make_loss(
         # On a CPU, PyTorch's encoder and decoder compute the same in less time. All else in this
         # file runs as it is written.
         use_kernels(model, dtype, log)
-    return SummedLoss(model, config.label_smoothing, sliced=config.fast)
+    loss_of = SummedLoss(model, config.label_smoothing, sliced=config.fast)
+    if config.fast and not loss_of.is_usual:
+        log("note: all logits are in memory at once: cross_entropy in model.py was changed")
+    return loss_of
 
 
 def cross_entropy(logits: Tensor, tgt_out: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:

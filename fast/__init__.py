@@ -17,7 +17,7 @@ cross_entropy.py is used.
 import torch
 
 from fast import build
-from fast.cross_entropy import can_slice, linear_cross_entropy
+from fast.cross_entropy import can_slice, is_cross_entropy, linear_cross_entropy
 from fast.decoding import CompiledDecoder, CompiledEncoder, CompiledOutput
 from fast.decoding import why_not as why_not_compiled
 from fast.layers import coders, has_hooks, use_kernels
@@ -29,6 +29,7 @@ __all__ = [
     "can_slice",
     "coders",
     "has_hooks",
+    "is_cross_entropy",
     "keep_tensors_together",
     "linear_cross_entropy",
     "use_kernels",

@@ -43,6 +43,31 @@ def linear_cross_entropy(
         )
 
 
+def is_cross_entropy(loss_of: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]) -> bool:
+    """Whether `loss_of(logits, target, label_smoothing)` is the loss of `linear_cross_entropy`.
+
+    It is asked for an example with 48 tokens, each of which is a target: both losses and the
+    gradient must be right. A function that fails there, because it knows the real tokens, is
+    another one.
+    """
+    tokens = 48
+    with torch.inference_mode(False), torch.enable_grad():
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(2 * tokens, tokens, generator=generator, device="cpu").requires_grad_()
+        target = torch.arange(2 * tokens, device="cpu") % tokens
+        log_p = logits.log_softmax(-1)
+        plain = F.nll_loss(log_p, target, reduction="sum")
+        smoothed = torch.lerp(plain, -log_p.mean(-1).sum(), 0.1)
+        (gradient,) = torch.autograd.grad(smoothed, logits)
+        try:
+            found = loss_of(logits, target, 0.1)
+            found += torch.autograd.grad(found[0], logits)
+            torch.testing.assert_close(found, (smoothed, plain, gradient), rtol=1e-4, atol=1e-4)
+        except Exception:  # whatever a reader's function raises
+            return False
+    return True
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The format of matrix products with x: that of autocast where it is on, else its own."""
     device = x.device.type

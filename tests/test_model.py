@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -184,6 +185,41 @@ def test_the_loss_is_sampled_only_where_the_logits_are_one_product(monkeypatch):
     model.logits = lambda hidden: model.output(hidden) / 2
     changed = SummedLoss(model, 0.1)(*batch)
     torch.testing.assert_close(loss_of(*batch), changed)
+
+
+def focal(logits, tgt_out, label_smoothing):
+    """Lin et al. 2017: what is right already counts less."""
+    log_p = logits.float().log_softmax(-1).gather(1, tgt_out[:, None])
+    return -((1 - log_p.exp()) ** 2 * log_p).sum(), -log_p.sum().detach()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        focal,
+        lambda logits, tgt_out, smoothing: cross_entropy(logits / 2, tgt_out, smoothing),
+        lambda logits, tgt_out, smoothing: cross_entropy(logits, tgt_out, 0.0),
+        lambda logits, tgt_out, smoothing: cross_entropy(
+            logits[tgt_out > 3], tgt_out[tgt_out > 3], 0.1
+        ),
+    ],
+    ids=["focal", "temperature", "no smoothing", "without special tokens"],
+)
+def test_a_changed_loss_is_what_is_trained(loss, monkeypatch):
+    """Also where the softmax would be sampled."""
+    model, (src, src_pad, tgt_in) = make_model(dtype=torch.float32), make_batch()
+    batch = (src, src_pad, tgt_in, torch.arange(18), tgt_in.flatten())
+    monkeypatch.setattr(model_py, "OTHER_TOKENS", 8)
+    assert SummedLoss(model, 0.1).can_sample()
+    expected = loss(model(src, src_pad, tgt_in).flatten(0, 1), tgt_in.flatten(), 0.1)
+    monkeypatch.setattr(model_py, "cross_entropy", loss)
+    loss_of = SummedLoss(model, 0.1)
+    loss_of.sampled = True
+    torch.testing.assert_close(loss_of(*batch), expected)
+    settings = SimpleNamespace(fast=True, compile=False, label_smoothing=0.1)
+    notes = []
+    model_py.make_loss(model, settings, torch.float32, notes.append)
+    assert "cross_entropy in model.py was changed" in notes[-1]
 
 
 def test_the_loss_is_fp32_under_autocast():
