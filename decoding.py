@@ -282,12 +282,12 @@ class Steps:
 
 
 class Prefixes(Steps):
-    """The same steps without a cache: each feeds all tokens so far, for decoders of any class."""
+    """The same steps without a cache: `hidden` of all tokens so far, for models of any class."""
 
     def __init__(self, model: Translator, src: Tensor, src_pad: Tensor):
         self.model = model
         self.output = None
-        self.memory = model.encode(src, src_pad)  # (N, S, D)
+        self.src = src  # (N, S)
         self.src_pad = src_pad  # (N, S)
         self.tokens = src.new_empty(len(src), 0)  # (N, T) so far
         self.drop_at = 0.0  # copying costs little here
@@ -295,12 +295,12 @@ class Prefixes(Steps):
     def hidden(self, tokens: Tensor, position: int) -> Tensor:
         """See `Steps`."""
         self.tokens = torch.cat([self.tokens, tokens[:, None]], 1)
-        return self.model.decode(self.memory, self.src_pad, self.tokens)[:, -1]
+        return self.model.hidden(self.src, self.src_pad, self.tokens)[:, -1]
 
     def select(self, rows: Tensor) -> None:
         """See `DecoderState`."""
         rows = rows.flatten()
-        self.memory = self.memory.index_select(0, rows)
+        self.src = self.src.index_select(0, rows)
         self.src_pad = self.src_pad.index_select(0, rows)
         self.tokens = self.tokens.index_select(0, rows)
 
@@ -407,8 +407,9 @@ class Decoder:
         """Why steps with a cache are not the model's own; empty if they are.
 
         Whatever happens inside the decoder, a cache gives the same. But a reader may have written a
-        `decode` that looks at several positions at once, or at the memory. Made-up sentences are
-        decoded in both ways, and every number is compared.
+        `decode` that looks at several positions at once or at the memory, or changed `hidden`.
+        Made-up sentences are decoded in both ways, and every number is compared. In the middle rows
+        change places, as in beam search, and one is dropped.
         """
         model = self.model
         device = next(model.parameters()).device
@@ -418,6 +419,7 @@ class Decoder:
         tgt = ids % model.config.target_vocab
         lengths = torch.linspace(1, length, 4, device=device).long()
         src_pad = torch.arange(length, device=device) >= lengths[:, None]
+        kept = torch.tensor([[3], [0], [1]], device=device)  # (sentences, hypotheses)
         with _comparing(model):
             prefixes = Prefixes(model, src, src_pad)
             steps = self.start(src, src_pad)
@@ -425,10 +427,15 @@ class Decoder:
                 expected = prefixes.hidden(tgt[:, position], position)
                 try:
                     found = steps.hidden(tgt[:, position], position)
+                    if position == length // 2:
+                        steps.select(kept)
                 except Exception as error:
                     return f"`decode` with one token ends with {type(error).__name__}: {error}"
                 if not _same_numbers(found, expected):
-                    return "`decode` of one token is not the end of `decode` of all tokens"
+                    return "`decode` of one token is not the end of `hidden` of all tokens"
+                if position == length // 2:
+                    prefixes.select(kept)
+                    tgt = tgt[kept.flatten()]
         return ""
 
 

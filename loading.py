@@ -69,7 +69,7 @@ def load_chosen(chosen: Path, average: int = 1) -> Trained:
         name = str(chosen)
     model = make_translator(sizes)
     load_weights_into(model, weights, chosen)
-    if not all(weight.isfinite().all() for weight in weights.values()):
+    if not all(weight.isfinite().all() for weight in model.parameters()):
         raise UserError(f"{chosen} has weights that are not finite; use an earlier checkpoint")
     model.eval().requires_grad_(False)
     return Trained(model, source_tokenizer, target_tokenizer, config, run, name, chosen)
@@ -221,7 +221,10 @@ def with_source(config):
             f"{config.tokenizer}; leave the flag out"
         )
     brought |= {"source": settings["source"], "target": settings["target"]}
-    values = {name: value for name, value in brought.items() if name not in given}
+    values = {}
+    for name, value in brought.items():
+        if name not in given and hasattr(config, name):
+            values[name] = value
     values |= {"source_vocab": 0, "target_vocab": 0}  # the tokenizers have their sizes
     return with_values(config, init=str(chosen), tokenizer=tokenizer, **values)
 

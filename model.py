@@ -342,18 +342,20 @@ class SummedLoss(nn.Module):
         self.tokens_in_softmax = self.model.config.target_vocab
         if self.sampled and self.can_sample():
             hidden = self.model.hidden(src, src_pad, tgt_in, target_positions)  # (N, D)
-            *loss, self.tokens_in_softmax = sampled_cross_entropy(
+            smoothed, plain, self.tokens_in_softmax = sampled_cross_entropy(
                 hidden, output.weight, output.bias, tgt_out, self.label_smoothing, self.sliced
             )
-            return tuple(loss)
-        if self.sliced and self.has_shortcut():
+        elif self.sliced and self.has_shortcut():
             # The same numbers as below, without all N · V logits in memory at once.
             hidden = self.model.hidden(src, src_pad, tgt_in, target_positions)  # (N, D)
-            return linear_cross_entropy(
+            smoothed, plain = linear_cross_entropy(
                 hidden, output.weight, output.bias, tgt_out, self.label_smoothing
             )
-        logits = self.model(src, src_pad, tgt_in, target_positions)  # (N, V)
-        return cross_entropy(logits, tgt_out, self.label_smoothing)
+        else:
+            logits = self.model(src, src_pad, tgt_in, target_positions)  # (N, V)
+            smoothed, plain = cross_entropy(logits, tgt_out, self.label_smoothing)
+        # A further term of the loss belongs here: add it, summed over the tokens, to the first.
+        return smoothed, plain
 
 
 def make_loss(
@@ -464,18 +466,20 @@ def cross_attention(
     memory = model.encode(src, src_pad)
     calls = []
 
-    def record(attention: nn.Module, inputs: tuple) -> None:
-        """Before a call: keep its query and key. In self-attention the two are one tensor."""
-        if len(inputs) < 2:  # given by name; PyTorch's layers do not do that
-            return
-        query, key = inputs[:2]
+    def record(attention: nn.Module, inputs: tuple, named: dict) -> None:
+        """Before a call: keep its arguments. In self-attention query and key are one tensor."""
+        query = inputs[0] if inputs else named["query"]
+        key = inputs[1] if len(inputs) > 1 else named["key"]
         if key is not query and key.shape[:2] == src.shape:
-            calls.append((attention, query, key))
+            calls.append((attention, inputs, named))
 
-    # The decoder layers discard the attention weights: record the inputs of the attentions in a
-    # normal pass, and call the last one again.
-    attentions = [part for part in model.modules() if isinstance(part, nn.MultiheadAttention)]
-    hooks = [attention.register_forward_pre_hook(record) for attention in attentions]
+    # The decoder layers discard the attention weights: record the calls of the attentions in a
+    # normal pass, and repeat the last one.
+    hooks = [
+        part.register_forward_pre_hook(record, with_kwargs=True)
+        for part in model.modules()
+        if isinstance(part, nn.MultiheadAttention)
+    ]
     try:
         model.decode(memory, src_pad, tgt_in)
     finally:
@@ -483,6 +487,6 @@ def cross_attention(
             hook.remove()
     if not calls:
         return None
-    attention, query, key = calls[-1]
-    _, weights = attention(query, key, key, key_padding_mask=src_pad, need_weights=True)
+    attention, inputs, named = calls[-1]
+    _, weights = attention(*inputs, **named | {"need_weights": True})
     return weights

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import math
 import os
+import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout  # the built-in one from Python 3.11 on
@@ -160,10 +161,15 @@ class World:
         fully_shard(model, mesh=mesh)
 
     def set_seed(self, seed: int, step: int) -> None:
-        """Seed torch's generators by seed, step and rank: a resumed step repeats its draws."""
+        """Seed the generators by seed, step and rank: a resumed step repeats its draws.
+
+        Those of Python and NumPy too, which a changed model may use.
+        """
         # Mixed and not added up: the generator on the CPU uses only the lower 32 of 64 bits.
         sequence = np.random.SeedSequence((seed, step, self.rank))
         mixed = int(sequence.generate_state(1, np.uint64)[0])
+        random.seed(mixed)
+        np.random.seed(mixed % 2**32)
         # torch.manual_seed seeds every kind of device and takes ten times as long.
         torch.default_generator.manual_seed(mixed)
         if self.device.type == "cuda":

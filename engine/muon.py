@@ -57,7 +57,8 @@ class Muon(torch.optim.AdamW):
 
         by_shape = defaultdict(list)
         for weight in muon["params"]:
-            by_shape[weight.shape].append(weight)
+            if weight.grad is not None:  # as AdamW: the step may not have used this weight
+                by_shape[weight.shape].append(weight)
         for weights in by_shape.values():
             self.update(weights, muon)
 

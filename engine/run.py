@@ -226,7 +226,9 @@ class Run(contextlib.AbstractContextManager):
             return gathered.cpu() if self.world.is_main else None
 
         weights, moments = tree_map(gather, (model.state_dict(), optimizer.state_dict()))
-        self.world.on_main(lambda: require_finite(weights, step))
+        # Buffers may be infinite, such as a mask of numbers that are added.
+        names = dict(model.named_parameters())
+        self.world.on_main(lambda: require_finite({name: weights[name] for name in names}, step))
         if self.world.is_main:
             checkpoint.save(
                 self.folder / "checkpoints", step, weights, moments, state, keep, self.best_step

@@ -378,6 +378,25 @@ def test_cross_attention_of_other_decoders():
     assert cross_attention(Mean(config).eval(), src, src_pad, tgt_in) is None
 
 
+def test_cross_attention_repeats_the_call_of_the_decoder():
+    """Here by names, and with a mask that hides the first position."""
+    src, src_pad, tgt_in = make_batch()
+
+    class Own(Translator):
+        def __init__(self, config):
+            super().__init__(config)
+            self.attention = nn.MultiheadAttention(config.d_model, 2, batch_first=True)
+
+        def decode(self, memory, src_pad, tgt_in, first=0):
+            query = self.embed(self.target_embedding, tgt_in, first)
+            mask = torch.zeros(query.size(1), memory.size(1), dtype=torch.bool)
+            mask[:, 0] = True
+            return self.attention(query=query, key=memory, value=memory, attn_mask=mask)[0]
+
+    weights = cross_attention(Own(make_model().config).eval(), src, src_pad, tgt_in)
+    assert not weights[..., 0].any() and torch.allclose(weights.sum(-1), torch.ones(3, 6))
+
+
 def test_a_changed_attention_module_acts_in_evaluation_too():
     """PyTorch's fused encoder would pass it by."""
     model = make_model().eval()

@@ -496,19 +496,19 @@ DAMAGES = [
     [
         (
             lambda run: (run / "metrics.jsonl").write_text('{"valid/loss": 1}\n'),
-            "1 · damaged lines",
+            "1 damaged line(s)",
         ),
         (lambda run: (run / "environment.json").write_text('["x"]'), "2 Setup</h2>"),
     ],
     [
-        (lambda run: (run / "metrics.jsonl").write_text(LOST_RECORDS), "1 · damaged lines"),
+        (lambda run: (run / "metrics.jsonl").write_text(LOST_RECORDS), "1 damaged line(s)"),
         (lambda run: shutil.rmtree(run / "eval"), "eval/ · no result yet · this makes one"),
     ],
     [(lambda run: cut(run / f"{GREEDY}.json"), f"{GREEDY}.json · damaged")],
     [
         (
             lambda run: change_json(run / f"{GREEDY}.json", rows="0"),
-            "test-greedy is of other rows than",
+            "test-greedy was computed on other rows than",
         )
     ],
     [(lambda run: shutil.rmtree(run / "checkpoints"), "Cross-attention · ")],
@@ -551,7 +551,7 @@ def test_a_decoder_without_attention_is_noted(run, without_drawing, monkeypatch)
         embedded = translator.embed(translator.target_embedding, tgt_in, first)
         return embedded + memory.mean(1, keepdim=True)
 
-    why = "the decoder has no <code>nn.MultiheadAttention</code> to the source"
+    why = "the decoder has no <code>nn.MultiheadAttention</code> to the source that gives"
     assert why not in make(run)
     monkeypatch.setattr(model.Translator, "decode", decode)
     assert why in make(run)
@@ -613,7 +613,7 @@ def test_a_folder_that_is_no_run_or_no_place_for_a_report_is_one_line(run, tmp_p
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no such run"):
         make(tmp_path / "gone")
-    with pytest.raises(UserError, match="is no run"):
+    with pytest.raises(UserError, match="is not a run"):
         make(tmp_path / "empty")
     with pytest.raises(UserError, match="is named twice; name every run once"):
         read_all([run, tmp_path / "empty" / ".." / run.relative_to(tmp_path)])

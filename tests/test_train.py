@@ -49,6 +49,7 @@ from engine.schedule import SCHEDULES, Schedule
 from fast import build
 from labs.attention_op import train as training_by_hand
 from labs.attention_op.module import MultiHeadAttention
+from loading import load_trained
 from model import ModelConfig, SummedLoss, Translator
 
 
@@ -454,6 +455,19 @@ def test_as_many_checkpoints_are_kept_as_asked(few_pairs, here, monkeypatch):
     training.train(config(data=str(few_pairs), run=str(here), max_steps=4, eval_every=1, keep=1))
     kept = sorted(path.name for path in (here / "checkpoints").iterdir())
     assert kept == ["best", "last", "step-2", "step-4"]
+
+
+def test_what_a_reader_may_add_to_the_model(few_pairs, here, monkeypatch):
+    """A matrix that no step uses, and a mask of numbers that are added."""
+
+    def add(model: torch.nn.Module) -> None:
+        model.transformer.unused = torch.nn.Linear(4, 4)
+        model.register_buffer("mask", torch.full((2, 2), -math.inf).triu(1))
+
+    monkeypatch.setattr(model_py, "CHANGES", [add])
+    training.train(config(data=str(few_pairs), run=str(here), max_steps=2, eval_every=2))
+    trained = load_trained(here).model
+    assert trained.mask.isinf().any() and trained.transformer.unused.weight.isfinite().all()
 
 
 def test_the_loss_is_sampled_until_the_rate_falls(few_pairs, here, monkeypatch):

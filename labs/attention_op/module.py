@@ -96,6 +96,11 @@ def use_in(model: nn.Module, backend: str) -> int:
     sample = torch.zeros(1, 1, 1, 1)
     attention(sample, sample, sample, backend=backend)  # compiles, if there is something to compile
     found = [module for module in model.modules() if isinstance(module, nn.MultiheadAttention)]
+    for module in found:
+        if type(module) not in (nn.MultiheadAttention, MultiHeadAttention):
+            raise UserError(
+                f"use_in: {type(module).__name__} is an attention of its own, which would be lost"
+            )
     if not found:
         raise UserError(f"use_in: {type(model).__name__} contains no nn.MultiheadAttention")
     for module in found:

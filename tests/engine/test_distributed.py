@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import socket
 import weakref
 from datetime import timedelta
@@ -175,11 +176,15 @@ def test_the_first_machine_of_a_list(nodes, first):
 
 def test_seeds_differ_between_ranks_steps_and_runs():
     """In the numbers drawn: torch's generator on the CPU uses only a part of the seed."""
-    drawn = set()
+    drawn = {"torch": set(), "Python": set(), "NumPy": set()}
     for rank, seed, step in product(range(8), (0, 1, 2**40), (1, 2, 65_537, 10**6)):
         World(rank, 8, torch.device("cpu")).set_seed(seed, step)
-        drawn.add(torch.rand(4).numpy().tobytes())
-    assert len(drawn) == 8 * 3 * 4
+        drawn["torch"].add(torch.rand(4).numpy().tobytes())
+        drawn["Python"].add(random.random())
+        drawn["NumPy"].add(np.random.rand())
+    assert {name: len(numbers) for name, numbers in drawn.items()} == dict.fromkeys(
+        drawn, 8 * 3 * 4
+    )
 
 
 def test_a_seed_reaches_the_cpu_and_the_gpu_of_the_rank(monkeypatch):

@@ -49,6 +49,20 @@ def test_muon_takes_the_matrices_inside_and_adamw_the_rest():
 
 
 @pytest.mark.parametrize("found_inf", [None, torch.tensor(0.0)])
+def test_a_matrix_without_a_gradient_stays(found_inf):
+    matrices, others, [gradients] = weights_with_gradients(1)
+    gradients[2] = None
+    before = [matrix.detach().clone() for matrix in matrices]
+    for weight, gradient in zip([*matrices, *others], gradients):
+        weight.grad = gradient
+    ours = Muon(matrices, others, 1e-2, torch.float32, **ADAMW)
+    ours.found_inf = found_inf
+    ours.step()
+    moved = [not torch.equal(matrix, old) for matrix, old in zip(matrices, before)]
+    assert moved == [True, True, False, True]
+
+
+@pytest.mark.parametrize("found_inf", [None, torch.tensor(0.0)])
 def test_moves_as_pytorchs_muon_and_adamw(found_inf):
     matrices, others, gradients = weights_with_gradients(4)
     theirs = torch.optim.Muon(matrices, 1e-2, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")

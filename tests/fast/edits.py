@@ -223,6 +223,14 @@ EDITS = [
         fast=False,
     ),
     Edit(
+        "a norm at the end of hidden",
+        {
+            "hidden = self.decode(memory, src_pad, tgt_in)  #": "hidden = 8 * F.normalize(self."
+            "decode(memory, src_pad, tgt_in), dim=-1)  #"
+        },
+        fast=False,
+    ),
+    Edit(
         "the mean of the memory beside each word",
         {DECODE: f"{DECODE.rstrip(',')} + memory.mean(1, keepdim=True),"},
         fast=False,

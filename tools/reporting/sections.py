@@ -36,8 +36,8 @@ WIDEST = 20  # tokens of a sentence in a picture of attention, which fits the pa
 PARAMETERS = ("train.log#parameters", "parameters", "参数量")
 CROSS_ATTENTION = ("Cross-attention", "交叉注意力")
 NO_ATTENTION = (
-    "the decoder has no `nn.MultiheadAttention` to the source",
-    "解码器里没有对原文的 `nn.MultiheadAttention`",
+    "the decoder has no `nn.MultiheadAttention` to the source that gives its weights",
+    "解码器里没有给出权重的、对原文的 `nn.MultiheadAttention`",
 )
 
 
@@ -79,15 +79,15 @@ def cover(page: Page, runs: list[RunFiles]) -> None:
             step = f" after step {after.text}" if after else ""
             in_chinese = f"在第 {after.text} 步" if after else ""
             page.warning(
-                f"{run.name} was interrupted{step}: all figures are of an unfinished training.",
+                f"{run.name} was interrupted{step}: all figures come from an unfinished run.",
                 f"{run.name} {in_chinese}中断了：以下都是未完成的训练的结果。",
             )
         if run.is_of_sample():
             page.bullets([f"{run.name} · {page.text(SAMPLE_NOTE)}"], "missing")
     page.hint(
         "Write your own words into `report.md`, between the marks beside each ✎, and run the same "
-        "command again: they appear here. Print this page to get a PDF. The file that a number is "
-        "from is shown under the mouse.",
+        "command again: they appear here. Print this page to get a PDF. Hover over a number "
+        "to see which file it comes from.",
         "在 `report.md` 里每个 ✎ 旁的记号之间写字，再运行同一条命令，文字就会出现在这里。"
         "用浏览器打印本页，可得到 PDF。鼠标停在数字上，会显示它来自哪个文件。",
     )
@@ -158,7 +158,7 @@ def status(run: RunFiles) -> Fact | Words | None:
         count = stopped_early[1]
         return (
             f"early stopping: {count} validation(s) without a lower loss",
-            f"提前停止：连续 {count} 次验证没有更低的损失",
+            f"早停：连续 {count} 次验证，损失都没有降低",
         )
     return Fact(reason, reason, f"{run.name}/train.log", is_code=True)
 
@@ -198,7 +198,7 @@ def environment(page: Page, runs: list[RunFiles]) -> None:
         ("environment.json#*.python", "Python"),
         ("environment.json#*.torch", "torch"),
         ("environment.json#*.commit", "commit", "代码版本（commit）"),
-        ("environment.json#0.begun", "begun", "开始时间"),
+        ("environment.json#0.begun", "started", "开始时间"),
     ]
     table(page, runs, rows)
 

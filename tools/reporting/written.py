@@ -42,8 +42,8 @@ def positional_encoding(page: Page, runs: list[RunFiles]) -> None:
                 "Each pair of columns is a clock hand: the angle is p times a frequency. "
                 "Frequencies fall in a geometric series, so fast pairs tell neighbours apart, "
                 "slow ones distant positions.",
-                "每两列像一根钟的指针，角度是 p 乘以频率。"
-                "频率按等比数列下降：快的分辨相邻的词，慢的分辨相距远的位置。",
+                "每两列像钟表的一根指针，角度是 p 乘以频率。"
+                "频率按等比数列下降：快的区分相邻的词，慢的区分相距远的位置。",
             ),
             (
                 "A shift by k positions rotates each pair by a fixed angle, whatever p is. "
@@ -81,17 +81,19 @@ def has_sinusoids(run: RunFiles) -> bool:
         translator = model.make_translator(sizes).eval()
         ids = torch.zeros(1, 16, dtype=torch.long)
         added = []  # to the source's embeddings and to the target's, (16, 8) each
-        with torch.no_grad():
-            for embedding in (translator.source_embedding, translator.target_embedding):
-                embedding.weight.zero_()
-                added.append(translator.embed(embedding, ids)[0])
+        for embedding in (translator.source_embedding, translator.target_embedding):
+            embedding.weight.requires_grad_(False).zero_()
+            added.append(translator.embed(embedding, ids)[0])
         inspect.getsource(model.sinusoids)
     except Exception:  # whatever the changed code raises
         return False
     angle = torch.arange(16.0)[:, None] / 10000 ** (torch.arange(0, 8, 2) / 8)  # (16, 4)
     expected = torch.stack((angle.sin(), angle.cos()), -1).flatten(1)  # (16, 8)
     return all(
-        each.shape == expected.shape and torch.allclose(each, expected, atol=1e-5) for each in added
+        each.shape == expected.shape
+        and torch.allclose(each, expected, atol=1e-5)
+        and not each.requires_grad  # as positions that are learned
+        for each in added
     )
 
 

@@ -226,10 +226,10 @@ def to_ctranslate2(trained: Trained, folder: Path, quantization: str) -> Exporte
         vocabularies.append(name_special(words, special_ids(tokenizer)))
     try:
         convert(trained.model, *vocabularies, folder, quantization or None)
-    except KeyError as error:
+    except (KeyError, AttributeError) as error:
         raise UserError(
-            f"this model has no weight {error}: CTranslate2 knows the layers of the original "
-            "model.py alone; nothing is exported"
+            f"this model has not all weights ({error}): CTranslate2 knows the layers of the "
+            "original model.py alone; nothing is exported"
         ) from None
     return Exported(folder, *vocabularies, sizes.max_length)
 
