@@ -42,7 +42,7 @@ from engine.errors import UserError, run_script
 from evaluate import Config as Evaluation
 from evaluate import choose_rows
 from loading import load_trained
-from model import ModelConfig, Translator
+from model import ModelConfig, Translator, make_translator
 from text.bleu import corpus_bleu
 from text.cleaning import normalise
 from text.subwords import decode, encode
@@ -127,7 +127,7 @@ def random_model(config: Config) -> Sentences:
     torch.manual_seed(1)
     vocabulary = 16000
     special = {"pad": 0, "bos": 1, "eos": 2}
-    model = Translator(ModelConfig(vocabulary, vocabulary, **SIZES[config.preset])).eval()
+    model = make_translator(ModelConfig(vocabulary, vocabulary, **SIZES[config.preset])).eval()
     model.output.bias.data[special["eos"]] = -1e9
     sources = torch.randint(3, vocabulary, (config.limit or 500, 19)).tolist()
     return Sentences(model, sources, special, special)

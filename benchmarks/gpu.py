@@ -82,8 +82,10 @@ def main(config: Config) -> int:
         for command in commands(config, device, dtype, folder):
             if not run(command, LIMIT + 60 * config.minutes, log):
                 failures.append(f"FAILED: {command}")
-    failures += compare_cards(folder)
-    print("\n".join(["", *failures, f"{len(failures)} failed; see {folder}"]))
+        failures += compare_cards(folder)
+        outcome = "\n".join(["", *failures, f"{len(failures)} failed; see {folder}"])
+        print(outcome)
+        log.write(f"{outcome}\n")
     return 1 if failures else 0
 
 
@@ -148,7 +150,9 @@ def run(command: str, limit: float, log) -> bool:
     print(f"\npython {command}", flush=True)
     log.write(f"\npython {command}\n")
     left_out = False
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    options = dict(
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", errors="replace"
+    )
     with subprocess.Popen(words, cwd=ROOT, env=os.environ | variables, **options) as process:
         for line in process.stdout:
             print(line, end="", flush=True)

@@ -410,7 +410,8 @@ def beside(script: str) -> str:
     """The command of another script, in the folder of the one that the user started."""
     if getattr(sys.modules["__main__"], "__spec__", None):  # `python -m …` works in this folder
         return f"python {script}"
-    return f"python {shlex.quote(str(Path(sys.argv[0]).with_name(script)))}"
+    # In an interactive Python the first argument is empty.
+    return f"python {shlex.quote(str(Path(sys.argv[0] or script).with_name(script)))}"
 
 
 def load_config(config_class, path: Path):

@@ -14,7 +14,7 @@ SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 def caught_signals():
     """Let a signal set a flag instead of stopping the process; a second of its kind stops it.
 
-    Of its kind, because torchrun sends SIGTERM to processes that have a Ctrl-C already.
+    Of its kind, because torchrun sends SIGTERM to processes that have already received Ctrl-C.
 
     Yields a function that tells whether the flag is set.
     """

@@ -1,6 +1,7 @@
 """Tables in Markdown, and text that is no Markdown."""
 
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 # Characters with a meaning, inside a line, in GitHub's Markdown and in TensorBoard's. Both know
@@ -34,6 +35,16 @@ def as_cell(value) -> str:
     return " ".join(str(value).split()).replace("\\", "\\\\").replace("|", "\\|")
 
 
+def columns_of(text: str) -> int:
+    """How many columns of a terminal the text takes; a Chinese character takes two."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+
+
+def padded_to(columns: int, text: str) -> str:
+    """The text with spaces up to this number of columns."""
+    return text + " " * (columns - columns_of(text))
+
+
 def markdown_row(cells: Iterable[str]) -> str:
     """A line of a table."""
     return f"| {' | '.join(cells)} |"
@@ -43,7 +54,7 @@ def markdown_table(rows: Iterable[Sequence], padded: bool = False) -> str:
     """A table whose first row is its head; `padded`, its columns are straight in a terminal too."""
     rows = [[as_cell(value) for value in row] for row in rows]
     if padded:
-        widths = [max(3, *map(len, column)) for column in zip(*rows)]
-        rows = [[cell.ljust(width) for cell, width in zip(row, widths)] for row in rows]
-    rows.insert(1, ["-" * (len(cell) if padded else 3) for cell in rows[0]])
+        widths = [max(3, *map(columns_of, column)) for column in zip(*rows)]
+        rows = [list(map(padded_to, widths, row)) for row in rows]
+    rows.insert(1, ["-" * (columns_of(cell) if padded else 3) for cell in rows[0]])
     return "\n".join(map(markdown_row, rows))

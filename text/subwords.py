@@ -9,13 +9,13 @@ is spelled in its UTF-8 bytes, so nothing is ever unknown, and decoding gives th
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 from engine.errors import UserError
-from engine.telemetry import progress_bar
 from text.cleaning import LONGEST_TOKEN
 from text.rows import SIDES
 
@@ -54,7 +54,7 @@ def train_tokenizer(lines: Iterable[str], vocabulary: int):
         min_frequency=2,
         max_token_length=LONGEST_TOKEN,
         special_tokens=[PAD, BOS, EOS],
-        show_progress=not progress_bar().disable,
+        show_progress=sys.stderr.isatty(),
     )
     tokenizer.train_from_iterator(lines, trainer, len(lines))
 

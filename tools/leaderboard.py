@@ -43,6 +43,8 @@ FILES_FOR_SCORING = (*FILES_OF_A_RUN, "data.json")
 # 0.07 less than fp32 (docs/performance.md).
 TOLERANCE = 0.3
 LONGEST_TEXT = 200  # characters of a student's text in a cell
+LARGEST = 100 * 2**20  # bytes of a file that is not weights
+MINUTES = 30  # for scoring one hand-in
 HEAD = ("place", "name", "BLEU again", "BLEU claimed", "parameters", "seed", "data", "notes")
 
 
@@ -161,12 +163,14 @@ def assess(folder: Path, config: Config, of_sample: list[str]) -> Entry:
     """All about one hand-in; `of_sample` are the hashes of the bundled sample's splits."""
     entry = Entry(plain(folder.name))
     try:
+        check_files(folder)
         run = run_in(folder)
         describe(entry, run, of_sample)
         weights = weights_of(run)
         entry.weights = hashlib.sha256(weights.read_bytes()).hexdigest()
         entry.parameters = parameters_in(weights)
         figures, translations = score_again(run, weights, config)
+        entry.claimed = claimed_score(run, figures["rows"])
     except Exception as error:  # it may contain anything, and must not cost the others their rows
         reason = explain(error) or f"{type(error).__name__}: {error}"
         entry.notes.insert(0, plain(reason))
@@ -175,12 +179,25 @@ def assess(folder: Path, config: Config, of_sample: list[str]) -> Entry:
     entry.translations = hashlib.sha256(translations).hexdigest()
     if figures["note"]:  # such as that the model has learned these rows
         entry.notes.append(figures["note"])
-    entry.claimed = claimed_score(run, figures["rows"])
     if entry.claimed is None:
         entry.notes.append("no score on these rows was handed in")
     elif abs(entry.claimed - entry.bleu) > TOLERANCE:
         entry.notes.append(f"the claimed score differs by {entry.claimed - entry.bleu:+.2f}")
     return entry
+
+
+def check_files(folder: Path) -> None:
+    """Raises `UserError` for a file that must not be read: outside, no file, or too large."""
+    for path in folder.rglob("*"):
+        target = path.resolve()
+        name = path.relative_to(folder)
+        if not target.is_relative_to(folder.resolve()):
+            raise UserError(f"{name} is a link to a place outside the hand-in")
+        if target.exists() and not (target.is_file() or target.is_dir()):
+            raise UserError(f"{name} is neither a file nor a folder")
+        is_weights = target.suffix == ".safetensors"
+        if target.is_file() and not is_weights and target.stat().st_size > LARGEST:
+            raise UserError(f"{name} has more than {LARGEST // 2**20} MiB")
 
 
 def run_in(folder: Path) -> Path:
@@ -286,7 +303,7 @@ def claimed_score(run: Path, rows: str) -> float | None:
     for file in (run / "eval").glob("*.json"):
         figures = read_json(file)
         score = figures.get("nltk")
-        if not isinstance(score, (int, float)) or not math.isfinite(score):
+        if not isinstance(score, (int, float)) or not 0 <= score <= 100:
             continue
         if figures.get("rows") == rows and figures.get("decoding") == "greedy":
             scores.append(float(score))
@@ -309,9 +326,17 @@ def score_again(run: Path, weights: Path, config: Config) -> tuple[dict, bytes]:
         command = [sys.executable, EVALUATE, "--ckpt", folder / "model.safetensors"]
         for name in ("data", "source", "target", "split"):
             command += [f"--{name}", getattr(config, name)]
-        done = subprocess.run(
-            list(map(str, command)), capture_output=True, encoding="utf-8", errors="replace"
-        )
+        try:
+            done = subprocess.run(
+                list(map(str, command)),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=60 * MINUTES,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"evaluate.py took more than {MINUTES} minutes") from None
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ["no message"]
             reason = lines[-1].removeprefix("error: ").replace(f"{folder}/", "")

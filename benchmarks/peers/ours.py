@@ -22,7 +22,7 @@ from data import BucketSampler, Collate, batches_of, collate_for
 from engine.meters import measured_peak_flops
 from engine.optimizer import make_optimizer
 from engine.precision import choose_precision
-from model import ModelConfig, SummedLoss, Translator
+from model import ModelConfig, SummedLoss, make_translator
 
 CLIP = 1.0  # train.py's default; the other contestants do not clip
 
@@ -39,7 +39,7 @@ def train(task: Task) -> dict:
     if use_fast:
         fast.keep_tensors_together(device)
     vocabularies = (len(corpus.source_tokenizer), len(corpus.target_tokenizer))
-    model = Translator(ModelConfig(*vocabularies, **task.sizes)).to(device).train()
+    model = make_translator(ModelConfig(*vocabularies, **task.sizes)).to(device).train()
     if use_fast:
         fast.use_kernels(model, precision.dtype, print)
     loss_of = SummedLoss(model, LABEL_SMOOTHING, sliced=use_fast)
@@ -68,7 +68,7 @@ def decode(task: Task) -> dict:
     *words, name = task.variant.split("-")
     device = devices.choose_device(task.device, 0)
     precision = choose_precision(device, "fp32" if name == "int8" else name)
-    model = Translator(ModelConfig(**task.sizes)).eval().requires_grad_(False)
+    model = make_translator(ModelConfig(**task.sizes)).eval().requires_grad_(False)
     model.load_state_dict(torch.load(Path(task.folder) / "weights.pt"))
     model.to(device)
     with precision.autocast():

@@ -51,7 +51,7 @@ def main(config: Config) -> None:
     print(
         f"\nforward and backward, threads: {threads}, medians of {config.turns} turns"
         "\nms: on the clock, which other programs slow down; CPU ms: of all threads together"
-        "\nx: how many times python's CPU time is as long, in the same turn"
+        "\nx: python's CPU time divided by this one, in the same turn"
         "\nMiB: kept from the forward for the backward pass, inputs included"
         f"\n{'':<18}{'ms':>9}{'CPU ms':>9}{'x':>7}{'MiB':>8}"
     )

@@ -84,7 +84,7 @@ def check_devices(config: Config, world_size: int) -> None:
     count = torch.cuda.device_count()
     if not set(gpus) <= set(range(count)):
         raise UserError(
-            f"{typed}: this machine has {count} GPUs; without the flag, gather runs on the CPU"
+            f"{typed}: this machine has {count} GPU(s); without the flag, gather runs on the CPU"
         )
     if gpus and not len(gpus) == len(set(gpus)) == world_size:
         raise UserError(f"{typed}: {world_size} processes need as many different GPUs")

@@ -120,6 +120,7 @@ def lesson_norm() -> None:
         expected = gradient_of(network(alone), x, y, count)
         model = DistributedDataParallel(network(norm))
         gradient = gradient_of(model, x[mine], y[mine], count)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
         error = (gradient - expected).norm() / expected.norm()
         weights = all_gather_object(flat_weights(model))
         buffers = all_gather_object(torch.cat([torch.zeros(1), *running_means(model)]))
@@ -135,8 +136,9 @@ def lesson_norm() -> None:
     print_table(f"{count} sorted rows over {size} ranks, beside one process", columns, rows)
     print_text(
         "gradient: compared with one process that has all rows. The last columns: the largest\n"
-        "difference between ranks. DDP averages gradients, so the weights stay equal; each rank's\n"
-        "BatchNorm sees its own rows only, and a checkpoint of rank 0 holds rank 0's running means."
+        "difference between ranks, after a step. DDP averages gradients, so the weights stay\n"
+        "equal; each rank's BatchNorm sees its own rows only, and a checkpoint of rank 0 holds\n"
+        "rank 0's running means."
     )
 
 

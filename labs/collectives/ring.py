@@ -139,7 +139,7 @@ def measure(way: Callable, size: int, link: float) -> tuple[float, float]:
         ring = Ring(size, link)
         x = torch.ones(NUMBERS)
         dist.barrier()
-        start = time.perf_counter()
+        start = ring.received_at = time.perf_counter()
         if ring.rank < size:
             way(ring, x)
         dist.barrier()

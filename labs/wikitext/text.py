@@ -282,7 +282,7 @@ def cut_text(lines: list[str], shares: list[float], name: str) -> tuple[list[lis
     starts, kind = boundaries(lines, len(shares))
     if len(starts) < len(shares):
         raise UserError(
-            f"{name} has {len(lines)} lines, too few to cut {len(shares)} splits; give more text"
+            f"{name} has {len(lines)} lines, too few to cut {len(shares)} splits; give more lines"
         )
     words_before = [0, *accumulate(len(line.split()) for line in lines)]
     cuts = [0]

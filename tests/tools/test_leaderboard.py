@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from text.reading import SAMPLE, find_text, fingerprint_of
 from tools import leaderboard as module
 from tools.leaderboard import (
     HEAD,
+    LARGEST,
     Config,
     assess,
     leaderboard,
@@ -171,6 +173,17 @@ def damage(name: str, content: bytes):
     return lambda run: (run / name).write_bytes(content)
 
 
+def link_out(run: Path) -> None:
+    """As `unzip` restores it; reading it would never end."""
+    (run / "train.log").unlink()
+    (run / "train.log").symlink_to("/dev/zero")
+
+
+def grow(run: Path) -> None:
+    """A file that takes no room on the disk, and much in memory."""
+    os.truncate(run / "metrics.jsonl", LARGEST + 1)
+
+
 @pytest.mark.parametrize(
     "spoil, reason",
     [
@@ -178,6 +191,9 @@ def damage(name: str, content: bytes):
         (lambda run: (run / "model.json").unlink(), "model.json missing"),
         (lambda run: shutil.rmtree(run / "checkpoints"), "model.safetensors missing"),
         (lambda run: shutil.copytree(run, run / "again"), "2 runs"),
+        (link_out, "train.log is a link to a place outside the hand-in"),
+        (grow, "metrics.jsonl has more than 100 MiB"),
+        (lambda run: os.mkfifo(run / "eval"), "eval is neither a file nor a folder"),
         (
             damage("checkpoints/best/model.safetensors", b"\xff" * 99),
             "model.safetensors is damaged",
@@ -195,11 +211,12 @@ def test_a_hand_in_that_cannot_be_scored_is_a_row_with_the_reason(
 
 
 @pytest.mark.parametrize("content", [b"[]", b"\xff\xfe", b'{"counts": 3, "seed": []}', b"[" * 9999])
-def test_damaged_descriptions_cost_no_score(tiny_run, tmp_path, table_for, content):
+@pytest.mark.parametrize("score", [float("nan"), 10**400])
+def test_damaged_descriptions_cost_no_score(tiny_run, tmp_path, table_for, content, score):
     run = hand_in(tiny_run, tmp_path / "handins" / "student")
     for name in ("data.json", "metrics.jsonl", "train.log"):
         (run / name).write_bytes(content)
-    claim(run, "these", float("nan"))
+    claim(run, "these", score)
     row = table_for(tmp_path / "handins", {"student": (9.0, "x")})["student"]
     assert (row["BLEU again"], row["BLEU claimed"]) == ("9.00", "")
     assert "metrics.jsonl missing or damaged" in row["notes"]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data import Collate
+from engine.tables import columns_of
 from model import Translator, cross_attention
 from text.cleaning import normalise
 from text.subwords import encode, special_ids
@@ -19,6 +20,7 @@ WIDEST = 60  # tokens of a sentence in a picture
 LONGEST_GROUP = 5  # tokens: a space and the bytes of a character in UTF-8
 END = "end"
 WIDTH = 6.5  # inches
+TITLE = 75  # letters of this width
 
 
 @dataclass
@@ -95,12 +97,17 @@ def group_characters(tokenizer, ids: list[int]) -> list[tuple[list[int], str]]:
     return [*groups, ([len(ids)], END)]
 
 
+def fill(text: str) -> str:
+    """The text in lines as wide as the picture; a Chinese character is as wide as two others."""
+    return textwrap.fill(text, max(1, TITLE * len(text) // max(1, columns_of(text))))
+
+
 def picture(attention: Attention):
     """A matplotlib figure. Colours are from 0 to 1 in all of them, so that two can be compared."""
     from matplotlib.figure import Figure
 
     rows, columns = attention.weights.shape
-    title = "\n".join(textwrap.fill(text, 75) for text in (attention.source, attention.translation))
+    title = "\n".join(map(fill, (attention.source, attention.translation)))
     family = families(title + "".join(attention.source_words + attention.target_words))
     style = dict(family=family, parse_math=False)
     # As wide as the page, so that letters have the same size in all of them.

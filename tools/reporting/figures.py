@@ -81,8 +81,8 @@ PANELS = {
     "wait_share": Panel(("waiting for data (%)", "等待数据的时间（%）"), percent),
     "bubble_share": Panel(("bubble of the pipeline (%)", "流水线气泡（%）"), percent),
     "loss_scale": Panel(("loss scale", "损失缩放")),
-    "effective_sample_size": Panel(("effective sample size", "有效样本数")),
-    "weight": Panel(("weight", "动态采样的权重")),
+    "different_segments": Panel(("different segments", "不同片段数")),
+    "weight": Panel(("weight of dynamic sampling", "动态采样的权重")),
 }
 LOSS_OF_IMAGES: Words = ("loss (nats per image)", "损失（nat/图片）")
 TOGETHER = {"smoothed_loss": "loss"}

@@ -4,13 +4,13 @@ python -m tools.reporting.masks                # explained in Chinese
 python -m tools.reporting.masks --language en  # explained in English
 """
 
-import unicodedata
 from dataclasses import dataclass
 
 import torch
 
 from data import Collate
 from engine.config import flag, parse_flags
+from engine.tables import padded_to
 from model import ModelConfig, make_translator
 
 WORDS = "<pad> <s> </s> 我 爱 你 好 I love you hello".split()  # the index is the token's id
@@ -103,13 +103,7 @@ def table(title: str, columns: list[str], labels: list[str], rows: list[list]) -
     """Print a title, a line of column names, and a line for each row."""
     print(f"\n{title}")
     for cells in [["", *columns], *([label, *row] for label, row in zip(labels, rows))]:
-        print("  " + "".join(padded(str(cell)) for cell in cells).rstrip())
-
-
-def padded(text: str) -> str:
-    """`text` with spaces up to 8 columns of a terminal; a Chinese character takes two."""
-    used = sum(2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
-    return text + " " * (8 - used)
+        print("  " + "".join(padded_to(8, str(cell)) for cell in cells).rstrip())
 
 
 if __name__ == "__main__":

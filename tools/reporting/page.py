@@ -50,7 +50,7 @@ class Page:
         self.language = language
         self.folder = Path(folder)
         if (self.folder / "config.json").exists():  # its own pictures would count as the run's
-            raise UserError(f"{self.folder} is a run itself; name a folder of its own by --out DIR")
+            raise UserError(f"{self.folder} is a run itself; name another folder with --out DIR")
         self.title = self.text(title)
         self.blocks: list[Block] = []
         self.figure_count = 0

@@ -347,7 +347,7 @@ def read_run(folder: str | Path) -> RunFiles:
     if not folder.is_dir():
         raise UserError(f"{folder}: no such run; `ls runs` shows what there is")
     if not any((folder / name).exists() for name in FILES_OF_RUNS):
-        raise UserError(f"{folder} is no run: it has none of {', '.join(FILES_OF_RUNS)}")
+        raise UserError(f"{folder} is not a run: it contains none of {', '.join(FILES_OF_RUNS)}")
     run = RunFiles(folder, folder.resolve().name)
     if not (folder / "config.json").exists() and (folder / "hparams.yaml").exists():
         read_lightning(run)
@@ -376,7 +376,7 @@ def read_run(folder: str | Path) -> RunFiles:
     elif run.log and not run.final_message():
         why = (
             "no final message: the run was killed, or ended with an error",
-            "日志没有结束的记录：训练被强行终止，或因错误结束",
+            "日志中没有结束记录：训练被强行终止，或因错误结束",
         )
         run.missing.append(("train.log", why))
     return run
@@ -516,8 +516,8 @@ def read_records(run: RunFiles) -> list[dict]:
         else:
             damaged += 1
     if damaged:
-        why = ("damaged lines are left out", "行损坏，已略去")
-        run.missing.append(("metrics.jsonl", str(damaged), why))
+        why = (f"{damaged} damaged line(s) left out", f"有 {damaged} 行损坏，已略去")
+        run.missing.append(("metrics.jsonl", why))
     return records
 
 
@@ -574,7 +574,7 @@ def read_rows(run: RunFiles, name: str) -> list[tuple[str, str]]:
         rows = held_out_rows(text).get(split, [])
     scored = list(islice(rows, lines))  # evaluate.py --limit scores the first ones
     if result["rows"] != fingerprint_of(scored):
-        raise UserError(f"{name} is of other rows than {data} has")
+        raise UserError(f"{name} was computed on other rows than those in {data}")
     return scored
 
 

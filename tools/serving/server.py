@@ -65,6 +65,8 @@ def describe(trained: Trained) -> dict:
         with suppress(OSError, ValueError, KeyError, TypeError):
             text = (trained.run / "eval" / f"{name}.json").read_text(encoding="utf-8")
             figures = json.loads(text)
+            if Path(figures["checkpoint"]).name != trained.checkpoint.name:
+                continue  # the score of another one
             score = {"bleu": float(figures["nltk"]), "split": figures["split"]}
             break
     pairs = None

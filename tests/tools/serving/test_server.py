@@ -222,13 +222,15 @@ def test_the_score_is_that_of_the_test_split(tmp_path):
         model=SimpleNamespace(config=SimpleNamespace(longest_sentence=63)),
     )
     for split, bleu in (("validation", 12.5), ("test", 9.25)):
-        figures = json.dumps({"nltk": bleu, "split": split})
+        figures = json.dumps({"nltk": bleu, "split": split, "checkpoint": "/elsewhere/a/step-2"})
         (tmp_path / f"eval/{split}-greedy.json").write_text(figures)
         assert describe(trained)["score"] == {"bleu": bleu, "split": split}
     assert describe(trained)["is_sample"]
     for damaged in ("{", "[]", '{"nltk": null, "split": "test"}'):
         (tmp_path / "eval/test-greedy.json").write_text(damaged)
         assert describe(trained)["score"]["split"] == "validation"
+    trained.checkpoint = tmp_path / "checkpoints/step-1"
+    assert describe(trained)["score"] is None  # it has not been scored
 
 
 def test_text_of_the_user_is_never_html(server):
