@@ -209,8 +209,8 @@ def toy_run(toy_data, tmp_path_factory) -> Path:
 def tiny_run(toy_data, tmp_path_factory) -> Path:
     """A run with checkpoints 15, 30 and 45 of a model of 32 positions."""
     folder = tmp_path_factory.mktemp("tiny")
-    flags = "--max_length 32 --max_steps 45 --eval_every 15 --lr 0.01 --run tiny".split()
-    forked("train.py", "--data", toy_data, *TINY_FLAGS, *flags, cwd=folder)
+    flags = "--max_length 32 --max_steps 45 --eval_every 15 --lr 0.01 --precision fp32 --run tiny"
+    forked("train.py", "--data", toy_data, *TINY_FLAGS, *flags.split(), cwd=folder)
     return folder / "runs" / "tiny"
 
 

@@ -63,7 +63,9 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("REAL_PYTHON", sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("UNREACHABLE", "nowhere")
-    for name in ("GPUS", "OLD_NVIDIA_SMI", "VENV", "TORCH_INDEX_URL", "PROCESSES"):
+    of_the_fakes = ("DEVICE", "FOLDER", "CODE", "OUTCOME", "NOTICE", "TRAINS_FOR", "WITHOUT_TORCH")
+    of_the_fakes += ("WITHOUT_ENSUREPIP", "WITHOUT_GPU", "GPUS", "OLD_NVIDIA_SMI")
+    for name in ("VENV", "TORCH_INDEX_URL", "PROCESSES", *of_the_fakes):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 

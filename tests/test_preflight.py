@@ -54,6 +54,7 @@ def warnings(capsys, data, **flags) -> list[str]:
 
 
 def test_good_data_give_no_warning_and_the_costs_of_the_run(tmp_path, pairs, capsys, monkeypatch):
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 4)
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (7.5, 0, 0))
     flags = "--check --d_model 32 --tokens_per_batch 512 --epochs 3 --device cpu --data x".split()
     write_pairs(tmp_path / "x", pairs, SPLITS)
@@ -65,6 +66,9 @@ def test_good_data_give_no_warning_and_the_costs_of_the_run(tmp_path, pairs, cap
     assert "without validations (busy: load 7.5 on" in out
     assert not (tmp_path / "runs").exists()
     monkeypatch.setattr(machine.os, "getloadavg", lambda: (0.1, 9, 9))
+    assert machine.describe_load() == ""
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (7.5, 9, 9))
     assert machine.describe_load() == ""
 
 

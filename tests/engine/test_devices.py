@@ -36,8 +36,9 @@ def gpus(monkeypatch):
     return gpus
 
 
-def test_a_machine_without_gpus(gpus):
+def test_a_machine_without_gpus(gpus, monkeypatch):
     gpus(0)
+    monkeypatch.setattr(devices, "hidden_gpus", lambda: None)  # nor any that PyTorch cannot use
     assert choose_device("auto", 3) == choose_device("cpu", 0) == torch.device("cpu")
 
 

@@ -1,15 +1,25 @@
 """What a run says about its machine and its code."""
 
+import os
+import shutil
 import subprocess
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from engine import environment
 from engine.precision import Precision
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_a_copy_inside_another_repository_has_no_commit(tmp_path, monkeypatch):
+    # Neither the user's settings nor, in a hook of git, the user's repository.
+    for name in [name for name in os.environ if name.startswith("GIT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+
     def git(*words):
         subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
 

@@ -15,7 +15,7 @@ def nvidia_smi(tmp_path, monkeypatch):
         (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "bin/nvidia-smi").chmod(0o755)
 
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
     return put
 
 
@@ -27,7 +27,7 @@ def test_each_call_adds_what_it_shows(nvidia_smi, tmp_path):
     assert lines[1] == lines[5] == "| 98%   Default | é" and lines[2] == "\ufffd"
 
 
-@pytest.mark.parametrize("script", [None, "echo no driver; exit 9", "exec sleep 60"])
+@pytest.mark.parametrize("script", [None, "echo no driver; exit 9", "exec /bin/sleep 60"])
 def test_without_it_nothing_is_written(nvidia_smi, tmp_path, monkeypatch, script):
     monkeypatch.setattr(gpu_evidence, "LONGEST", 0.5)
     if script is not None:
