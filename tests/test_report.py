@@ -477,7 +477,7 @@ DAMAGES = [
     [(lambda run: (run / "config.json").unlink(), "config.json · not there")],
     [
         (lambda run: (run / "config.json").write_text("[]"), "config.json · damaged"),
-        (lambda run: (run / "metrics.jsonl").write_text("12\n"), "metrics.jsonl · 1 · damaged"),
+        (lambda run: (run / "metrics.jsonl").write_text("12\n"), "metrics.jsonl · 1 damaged"),
     ],
     [
         (lambda run: cut(run / "config.json"), "config.json · damaged"),
@@ -486,7 +486,7 @@ DAMAGES = [
     [
         (lambda run: cut(run / "data.json"), "data.json · damaged"),
         (lambda run: cut(run / "train.log"), "train.log · no final message"),
-        (lambda run: cut(run / "metrics.jsonl"), "metrics.jsonl · 1 · damaged"),
+        (lambda run: cut(run / "metrics.jsonl"), "metrics.jsonl · 1 damaged"),
         (lambda run: cut(run / f"{GREEDY}.txt"), f"{GREEDY}.txt has"),
     ],
     [
@@ -617,7 +617,7 @@ def test_a_folder_that_is_no_run_or_no_place_for_a_report_is_one_line(run, tmp_p
         make(tmp_path / "empty")
     with pytest.raises(UserError, match="is named twice; name every run once"):
         read_all([run, tmp_path / "empty" / ".." / run.relative_to(tmp_path)])
-    with pytest.raises(UserError, match="a is a run itself; name a folder of its own by --out DIR"):
+    with pytest.raises(UserError, match="a is a run itself; name another folder with --out DIR"):
         Page(("title", "标题"), "en", run)
 
 

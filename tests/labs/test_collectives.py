@@ -424,7 +424,7 @@ def test_on_gpus_the_lesson_runs_the_real_data_parallel(monkeypatch, capsys):
 
 def test_devices_that_do_not_fit_are_named_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with refused("--gpu_devices 0 1: this machine has 0 GPUs"):
+    with refused("--gpu_devices 0 1: this machine has 0 GPU(s)"):
         lab.main(lab.Config(gpu_devices=(0, 1), target_device=0))
     with refused("--target_device 4 must be one of 1, 2, 3"):
         lab.main(lab.Config(target_device=4))
