@@ -163,7 +163,7 @@ class World:
     def set_seed(self, seed: int, step: int) -> None:
         """Seed the generators by seed, step and rank: a resumed step repeats its draws.
 
-        Those of Python and NumPy too, which a changed model may use.
+        Python's and NumPy's generators are seeded, too: a changed model may use them.
         """
         # Mixed and not added up: the generator on the CPU uses only the lower 32 of 64 bits.
         sequence = np.random.SeedSequence((seed, step, self.rank))

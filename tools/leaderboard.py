@@ -187,7 +187,10 @@ def assess(folder: Path, config: Config, of_sample: list[str]) -> Entry:
 
 
 def check_files(folder: Path) -> None:
-    """Raises `UserError` for a file that must not be read: outside, no file, or too large."""
+    """Raises `UserError` if reading a file of the hand-in could do harm.
+
+    Such are a link to a place outside, a device or a pipe, and a file that is too large.
+    """
     for path in folder.rglob("*"):
         target = path.resolve()
         name = path.relative_to(folder)

@@ -99,7 +99,10 @@ def group_characters(tokenizer, ids: list[int]) -> list[tuple[list[int], str]]:
 
 def fill(text: str) -> str:
     """The text in lines as wide as the picture; a Chinese character is as wide as two others."""
-    return textwrap.fill(text, max(1, TITLE * len(text) // max(1, columns_of(text))))
+    if not text:
+        return ""
+    letters = TITLE * len(text) // columns_of(text)  # of this text, in a line
+    return textwrap.fill(text, letters)
 
 
 def picture(attention: Attention):
